@@ -1,0 +1,44 @@
+# Everything a newcomer or the CI needs. `make demo` and `make test` set up .venv by themselves; needs Python >= 3.11 and pip.
+
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+VENV := .venv
+BIN := $(VENV)/bin
+# One worker per core, each with one thread: the tests are small, so threads inside a test only get in each other's way.
+WORKERS ?= auto
+
+.PHONY: all demo test lint docs clean
+
+all: demo test lint
+
+demo: $(VENV)/.installed
+	$(BIN)/cann-llm-quant demo
+
+test: $(VENV)/.installed-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python tools/generate_cli_docs.py --check
+
+docs: $(VENV)/.installed
+	$(BIN)/python tools/generate_cli_docs.py
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "error: no Python >= 3.11 found; set it with 'make PYTHON=/path/to/python3'" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+
+# The stamps are as old as the files that decide what is installed, so a second `make` installs nothing.
+$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@ $(VENV)/.installed

@@ -1,0 +1,147 @@
+"""`quantize`: a float checkpoint in, a packed one out.
+
+Flags are shorthand for a recipe, which `--show-recipe` prints.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from cann_llm_quant.cli import quantize_flags as flag
+from cann_llm_quant.cli.options import AllowPickle, Debug, Json, Revision, parse_size
+from cann_llm_quant.cli.progress import show_progress
+from cann_llm_quant.cli.recipe_flags import resolve_recipe
+from cann_llm_quant.cli.terminal import Reply, duration, printable, size
+from cann_llm_quant.errors import UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from cann_llm_quant.pipeline import QuantizeReport
+
+
+def quantize(
+    model: flag.OptionalModel = None,
+    model_option: flag.ModelOption = None,
+    output: flag.Output = None,
+    recipe: flag.RecipeFile = None,
+    show_recipe: flag.ShowRecipe = False,
+    method: flag.Method = None,
+    bits: flag.Bits = None,
+    group_size: flag.GroupSize = None,
+    symmetric: flag.Symmetric = None,
+    clip: flag.Clip = None,
+    data: flag.Data = None,
+    samples: flag.Samples = None,
+    seq_len: flag.SeqLen = None,
+    seed: flag.Seed = None,
+    allow_fewer_samples: flag.AllowFewerSamples = False,
+    ignore: flag.Ignore = None,
+    allow_empty_pattern: flag.AllowEmptyPattern = False,
+    no_fuse_check: flag.NoFuseCheck = False,
+    on_misfit: flag.OnMisfit = None,
+    tensor_parallel: flag.TensorParallel = 1,
+    formats: flag.Formats = None,
+    overwrite: flag.Overwrite = False,
+    max_shard_size: flag.MaxShardSize = "5GB",
+    activation_budget: flag.ActivationBudget = "2GiB",
+    device: flag.Device = "cpu",
+    dtype: flag.Dtype = "fp32",
+    revision: Revision = None,
+    allow_pickle: AllowPickle = False,
+    ignore_source_quant: flag.IgnoreSourceQuant = False,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Quantize a model. A killed run goes on where it was when the same command is given again."""
+    flags = {
+        "method": method,
+        "bits": bits,
+        "group_size": group_size,
+        "symmetric": symmetric,
+        "clip": clip,
+        "on_misfit": on_misfit,
+        "expand_fusion_groups": False if no_fuse_check else None,
+        "data": data or None,
+        "samples": samples,
+        "seq_len": seq_len,
+        "seed": seed,
+        "formats": formats or None,
+    }
+    resolved = resolve_recipe(recipe, flags, ignore or ())
+    if show_recipe:
+        typer.echo(resolved.to_json())
+        return
+    source, folder = the_model(model, model_option), the_output(output)
+    from cann_llm_quant.pipeline import RunOptions, quantize_model
+
+    options = RunOptions(
+        device=device,
+        dtype=dtype,
+        activation_budget=parse_size(activation_budget),
+        max_shard_bytes=parse_size(max_shard_size),
+        revision=revision,
+        allow_pickle=allow_pickle,
+        ignore_source_quant=ignore_source_quant,
+        allow_empty_pattern=allow_empty_pattern,
+        allow_fewer_samples=allow_fewer_samples,
+        overwrite=overwrite,
+        tensor_parallel=tensor_parallel,
+    )
+    with show_progress("windows") as progress:
+        report = quantize_model(source, folder, resolved, options=options, progress=progress)
+    Reply(json).result(report.to_json(), lambda console: draw(console, report))
+
+
+def the_model(positional: str | None, option: str | None) -> str:
+    """The model that was named in one of two ways.
+
+    Raises UsageError when it was named twice or not at all.
+    """
+    if positional is not None and option is not None and positional != option:
+        raise UsageError(f"two models were named, {positional} and {option}; name one")
+    model = positional if positional is not None else option
+    if not model:
+        raise UsageError("no model was named; write: cann-llm-quant quantize MODEL -o FOLDER")
+    return model
+
+
+def the_output(output: Path | None) -> Path:
+    """The output folder.
+
+    Raises UsageError when it was not named.
+    """
+    if output is None:
+        raise UsageError("no output was named; add -o FOLDER")
+    return output
+
+
+def draw(console: "Console", report: "QuantizeReport") -> None:
+    """The closing lines for people."""
+    console.print(f"wrote {printable(str(report.output))}", style="bold", soft_wrap=True)
+    for title, text in facts(report):
+        console.print(f"  {title:<13} {printable(text)}", soft_wrap=True)
+
+
+def facts(report: "QuantizeReport") -> Iterable[tuple[str, str]]:
+    """Title and text of each closing line."""
+    share = report.quantized_parameters / max(report.total_parameters, 1)
+    yield (
+        "method",
+        f"{report.method}, {report.bits_per_weight:.3g} bits per quantized weight, scales included",
+    )
+    linears, total = report.quantized_linears, report.total_parameters
+    yield "coverage", f"quantized {linears} linears, {share:.1%} of {total:,} parameters"
+    yield "group sizes", ", ".join(f"{group} in {count}" for group, count in report.group_sizes.items())
+    yield "size", f"{size(report.output_bytes)} from {size(report.source_bytes)}"
+    if report.mean_error is not None and report.mean_rtn_error is not None:
+        error, rounding = report.mean_error, report.mean_rtn_error
+        yield "output error", f"{error:.4g} on average, where plain rounding gives {rounding:.4g}"
+    kept, dropped = report.kept_tensors, len(report.dropped_tensors)
+    tensors = f"{report.source_tensors} in the source"
+    yield "tensors", f"{tensors} = {linears} quantized + {kept} kept + {dropped} dropped"
+    if report.resumed_layers:
+        yield "resumed", f"{report.resumed_layers} of {report.layers} layers came from the earlier run"
+    yield "cost", f"{duration(report.seconds)}, peak memory {size(report.peak_memory_bytes)}"

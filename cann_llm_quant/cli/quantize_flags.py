@@ -1,0 +1,174 @@
+"""The flags of `quantize`, by section of its help page.
+
+Defaults that a help text gives in brackets are the recipe's; such a flag is None unless it was given.
+"""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from cann_llm_quant.cli.options import MODEL_HELP, MODEL_SECTION
+
+SCHEME, TEXT, LINEARS, RESOURCES = "Scheme", "Calibration text", "Which linears", "Output and resources"
+
+OptionalModel = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False)]
+ModelOption = Annotated[str | None, typer.Option("--model", metavar="MODEL", help="Another way to name MODEL.")]
+Output = Annotated[
+    Path | None,
+    typer.Option("-o", "--output", metavar="FOLDER", help="Folder to write; appears when it is whole. Required."),
+]
+RecipeFile = Annotated[
+    Path | None,
+    typer.Option("--recipe", metavar="FILE", help="YAML or JSON recipe; other flags override it."),
+]
+ShowRecipe = Annotated[bool, typer.Option("--show-recipe", help="Print the resolved recipe and stop.")]
+
+Method = Annotated[
+    Literal["rtn", "awq"] | None,
+    typer.Option(
+        "--method",
+        "--quant-method",
+        help="Rounding, or activation-aware scaling and rounding. [default: awq]",
+        rich_help_panel=SCHEME,
+    ),
+]
+Bits = Annotated[
+    int | None,
+    typer.Option("--bits", metavar="4|8", help="Bits of a code. [default: 4]", rich_help_panel=SCHEME),
+]
+GroupSize = Annotated[
+    int | None,
+    typer.Option(
+        "--group-size",
+        metavar="N",
+        help="Columns that share a scale; -1 is one scale per row. [default: 128, or the largest that fits a linear]",
+        rich_help_panel=SCHEME,
+    ),
+]
+Symmetric = Annotated[
+    bool | None,
+    typer.Option(
+        "--symmetric/--asymmetric",
+        help="Without or with zero points. [default: symmetric]",
+        rich_help_panel=SCHEME,
+    ),
+]
+Clip = Annotated[
+    bool | None,
+    typer.Option(
+        "--clip/--no-clip",
+        help="Search for tighter ranges than min-max. [default: clip]",
+        rich_help_panel=SCHEME,
+    ),
+]
+
+Data = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--data",
+        metavar="SOURCE",
+        help="A .txt, .md, .jsonl, .json, .csv or .parquet file, or a hub dataset. Repeatable. "
+        "[default: text inside the package]",
+        rich_help_panel=TEXT,
+    ),
+]
+Samples = Annotated[
+    int | None,
+    typer.Option("--samples", metavar="N", help="Windows of text. [default: 128]", rich_help_panel=TEXT),
+]
+SeqLen = Annotated[
+    int | None,
+    typer.Option("--seq-len", metavar="N", help="Tokens in a window. [default: 512]", rich_help_panel=TEXT),
+]
+Seed = Annotated[
+    int | None,
+    typer.Option("--seed", metavar="N", help="Picks the windows. [default: 0]", rich_help_panel=TEXT),
+]
+AllowFewerSamples = Annotated[
+    bool,
+    typer.Option("--allow-fewer-samples", help="Go on when the text is too short.", rich_help_panel=TEXT),
+]
+
+Ignore = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--ignore",
+        metavar="PATTERN",
+        help="Leave linears in float: a full name, glob:… or re:…, each matching the whole name. Repeatable.",
+        rich_help_panel=LINEARS,
+    ),
+]
+AllowEmptyPattern = Annotated[
+    bool,
+    typer.Option("--allow-empty-pattern", help="Accept a pattern that matches nothing.", rich_help_panel=LINEARS),
+]
+NoFuseCheck = Annotated[
+    bool,
+    typer.Option(
+        "--no-fuse-check",
+        help="Let members of q/k/v or gate/up differ, which runtimes that fuse them cannot load.",
+        rich_help_panel=LINEARS,
+    ),
+]
+OnMisfit = Annotated[
+    Literal["error", "smaller", "skip"] | None,
+    typer.Option(
+        "--on-misfit",
+        help="When the given group size does not divide a linear's input. [default: error]",
+        rich_help_panel=LINEARS,
+    ),
+]
+TensorParallel = Annotated[
+    int,
+    typer.Option(
+        "--tp",
+        metavar="N",
+        min=1,
+        help="Warn where N devices could not split whole groups.",
+        rich_help_panel=LINEARS,
+    ),
+]
+
+Formats = Annotated[
+    list[str] | None,
+    typer.Option("--format", metavar="FORMAT", help="Layout to write. [default: native]", rich_help_panel=RESOURCES),
+]
+Overwrite = Annotated[
+    bool,
+    typer.Option("--overwrite", help="Replace an existing or unfinished output.", rich_help_panel=RESOURCES),
+]
+MaxShardSize = Annotated[
+    str,
+    typer.Option("--max-shard-size", metavar="SIZE", help="Largest weight file.", rich_help_panel=RESOURCES),
+]
+ActivationBudget = Annotated[
+    str,
+    typer.Option(
+        "--activation-budget",
+        metavar="SIZE",
+        help="Activations kept in memory; past it they are spooled to disk beside the output.",
+        rich_help_panel=RESOURCES,
+    ),
+]
+Device = Annotated[
+    str,
+    typer.Option("--device", metavar="DEVICE", help="cpu, cuda or npu, also cuda:1.", rich_help_panel=RESOURCES),
+]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        "--dtype",
+        metavar="DTYPE",
+        help="fp32, bf16 or fp16 for the layers' arithmetic.",
+        rich_help_panel=RESOURCES,
+    ),
+]
+IgnoreSourceQuant = Annotated[
+    bool,
+    typer.Option(
+        "--ignore-source-quant",
+        help="Treat the source as float although its config calls it quantized.",
+        rich_help_panel=MODEL_SECTION,
+    ),
+]

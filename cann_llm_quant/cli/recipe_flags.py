@@ -1,0 +1,53 @@
+"""Flags of `quantize` as a recipe: the command line overrides the recipe file, that overrides the defaults."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cann_llm_quant.errors import UsageError
+
+if TYPE_CHECKING:
+    from cann_llm_quant.recipe import Recipe
+
+# Flag to its field in the recipe document.
+FIELDS = {
+    "method": ("method",),
+    "bits": ("scheme", "bits"),
+    "group_size": ("scheme", "group_size"),
+    "symmetric": ("scheme", "symmetric"),
+    "clip": ("clip",),
+    "on_misfit": ("on_misfit",),
+    "expand_fusion_groups": ("expand_fusion_groups",),
+    "data": ("calibration", "data"),
+    "samples": ("calibration", "samples"),
+    "seq_len": ("calibration", "length"),
+    "seed": ("calibration", "seed"),
+    "formats": ("formats",),
+}
+
+
+def resolve_recipe(file: Path | None, flags: Mapping[str, Any], ignore: Sequence[str]) -> "Recipe":
+    """The recipe of `file` (or the default one) with every flag that is not None written over it.
+
+    `ignore` patterns become a last rule, so that they win over the file's rules. Raises UsageError.
+    """
+    from cann_llm_quant.recipe import FORMATS, load_recipe, validate_recipe
+
+    base = load_recipe(file) if file is not None else validate_recipe({}, "the default recipe")
+    document = base.model_dump()
+    for flag, path in FIELDS.items():
+        value = flags[flag]
+        if value is not None:
+            _field(document, path[:-1])[path[-1]] = value
+    if ignore:
+        document["rules"] = [*document["rules"], {"match": list(ignore), "scheme": "skip"}]
+    for name in document["formats"]:
+        if name not in FORMATS:
+            raise UsageError(f"format {name!r} is not available; this version writes: {', '.join(FORMATS)}")
+    return validate_recipe(document, "the command line")
+
+
+def _field(document: dict[str, Any], path: Sequence[str]) -> dict[str, Any]:
+    for key in path:
+        document = document[key]
+    return document

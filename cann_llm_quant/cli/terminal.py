@@ -1,0 +1,99 @@
+"""What reaches the terminal: results on stdout (text, or JSON with `--json`), everything else on stderr.
+
+No write raises because of the terminal's encoding, and no text out of a file can send control sequences.
+"""
+
+import io
+import json
+import os
+import re
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+LINE_BREAK = re.compile(r"\s*[\r\n]+\s*")
+
+
+def replace_unencodable() -> None:
+    """Make stdout and stderr print `?` for what their encoding lacks (a C locale) instead of failing."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+def quiet_libraries() -> None:
+    """Keep the chatter of the libraries below us off the user's terminal; `--debug` leaves it on."""
+    warnings.simplefilter("ignore")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+
+
+def printable(text: str, keep: str = "\n\t") -> str:
+    """The text with control characters (terminal escape sequences) made visible, except those in `keep`."""
+    if text.isprintable():
+        return text
+    return "".join(c if c in keep or c.isprintable() or ord(c) > 0x9F else f"\\x{ord(c):02x}" for c in text)
+
+
+def one_line(text: str) -> str:
+    """The text on one line, safe to print."""
+    return printable(LINE_BREAK.sub(" ", text.strip()), keep="")
+
+
+def console(stream: TextIO) -> "Console":
+    """A rich console that writes strings as they are: no markup, no highlighted numbers, no emoji codes.
+
+    Off a terminal it is wide enough that no table is cut.
+    """
+    from rich.console import Console
+
+    width = None if stream.isatty() else 160
+    return Console(file=stream, markup=False, highlight=False, emoji=False, soft_wrap=False, width=width)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """How one invocation answers: `json` for machines or text for people."""
+
+    json: bool = False
+
+    def note(self, text: str) -> None:
+        """A remark for people, on stderr."""
+        print(one_line(text), file=sys.stderr, flush=True)
+
+    def result(self, value: Mapping[str, Any], show: "Callable[[Console], None]", *, status: str = "ok") -> None:
+        """The outcome: `value` plus `status` as JSON, or whatever `show` draws for people, on stdout."""
+        if self.json:
+            self.write_json({"status": status, **value})
+        else:
+            show(console(sys.stdout))
+
+    def write_json(self, value: Mapping[str, Any]) -> None:
+        """One JSON object on stdout, in ASCII so that every locale carries it, and never with a bare NaN."""
+        print(json.dumps(value, ensure_ascii=True, allow_nan=False, default=str), flush=True)
+
+
+def size(count: float) -> str:
+    """Bytes for people, in powers of ten: `269.1 MB`."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.2f} TB"
+
+
+def duration(seconds: float) -> str:
+    """Time for people: `0.4 s`, `12 s`, `3:05`, `2:03:05`."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
