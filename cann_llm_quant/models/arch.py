@@ -1,9 +1,9 @@
 """The architecture map: everything that calibration, quantization and the decoder need to know of a model, as data.
 
-A family file turns a `config.json` into an `Arch`; nothing else in the project branches on `model_type`. Inside a layer,
-every matrix and vector has a *role* (`q`, `o`, `experts.3.gate`, `input_norm`), and the map says under which *name* the
-checkpoint stores it. Linears that read the same input form a *site*; a site that has a *producer* can have its input
-divided by a per-channel factor, which the producer absorbs (a *smooth pair*).
+A family file turns a `config.json` into an `Arch`; nothing else in the project branches on `model_type`. Inside a
+layer, every matrix and vector has a *role* (`q`, `o`, `experts.3.gate`, `input_norm`), and the map says under which
+*name* the checkpoint stores it. Linears that read the same input form a *site*; a site that has a *producer* can have
+its input divided by a per-channel factor, which the producer absorbs (a *smooth pair*).
 
 Roles of linears   q k v o gate up down router shared_gate experts.N.{gate,up,down} shared.{gate,up,down}
 Roles of vectors   input_norm post_norm q_norm k_norm
@@ -20,11 +20,15 @@ ProducerKind = Literal["norm", "linear"]
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary embedding: base, scaling kind and that kind's parameters under their Hugging Face names."""
+    """Rotary embedding: base, scaling kind and that kind's parameters under their Hugging Face names.
+
+    `trained_positions` is the config's `max_position_embeddings`, before any scaling extends it.
+    """
 
     theta: float = 10000.0
     kind: RopeKind = "default"
     parameters: Mapping[str, Any] = field(default_factory=dict)
+    trained_positions: int = 0
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,7 @@ class Moe:
 
 @dataclass(frozen=True)
 class LinearSpec:
-    """One matrix `[out, in]` of a layer: its role, the name it is stored under (no suffix), and whether it may be quantized."""
+    """One matrix `[out, in]` of a layer: role, name it is stored under (no suffix), whether it may be quantized."""
 
     role: str
     module: str
@@ -64,9 +68,10 @@ class ParameterSpec:
 class Producer:
     """What computes a site's input and can absorb a per-channel factor.
 
-    `norm`: the gain of the norm with this role (`offset + gain`, see `Arch.norm_offset`). `linear`: the output rows of the
-    linear with this role, its bias included. `repeat` > 1 when each producer row feeds that many input channels of the site
-    (v under grouped-query attention: channel c of o comes from v row `(c // head_dim // repeat) * head_dim + c % head_dim`).
+    `norm`: the gain of the norm with this role (`offset + gain`, see `Arch.norm_offset`). `linear`: the output rows of
+    the linear with this role, its bias included. `repeat` > 1 when each producer row feeds that many input channels of
+    the site (v under grouped-query attention: channel c of o comes from v row
+    `(c // head_dim // repeat) * head_dim + c % head_dim`).
     """
 
     kind: ProducerKind
@@ -114,7 +119,10 @@ class Layer:
 
 @dataclass(frozen=True)
 class Arch:
-    """The architecture map of one checkpoint."""
+    """The architecture map of one checkpoint.
+
+    `max_positions` counts what the rotary scaling reaches; `rope.trained_positions` is what the config says.
+    """
 
     model_type: str
     vocab_size: int
