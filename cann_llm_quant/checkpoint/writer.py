@@ -1,0 +1,277 @@
+"""Writes a checkpoint so that a kill at any moment costs at most the unit in work.
+
+    OUT.partial/run.json       what decides the output, and the shard size; another run may not continue it
+    OUT.partial/lock           held while a process writes
+    OUT.partial/units/         one safetensors file per finished unit (a layer, the embedding, the head)
+    OUT.partial/journal.jsonl  the units that are whole, in order
+    OUT.partial/scratch/       the caller's spool files
+    OUT.partial/plan.json      from the first moment of `finish`: what every shard will hold
+    OUT.partial/result/        the output as it grows; its renaming to OUT publishes it
+
+While OUT.partial exists the run can be continued; once it is gone OUT is whole. The last step renames
+OUT.partial to OUT.partial.done before it is deleted, so that a kill in the middle of deleting leaves nothing
+to continue from.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from cann_llm_quant.checkpoint.claim import check_target, done_path, lock_folder, partial_path, settle
+from cann_llm_quant.checkpoint.journal import (
+    Entry,
+    append_entry,
+    disk_errors,
+    read_entries,
+    recover,
+    remove,
+    sync_folder,
+    write_file,
+)
+from cann_llm_quant.checkpoint.layout import DTYPE_NAMES, read_header, read_tensors, write_tensors
+from cann_llm_quant.checkpoint.merge import Plan, check_shards, index_json, plan_shards, write_shards
+from cann_llm_quant.errors import CheckpointError, ResumeError, UsageError
+
+INDEX_NAME = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class WrittenCheckpoint:
+    """What `finish` published: folder, weight files in order, bytes of all tensors and their number."""
+
+    path: Path
+    weight_files: tuple[str, ...]
+    total_bytes: int
+    tensors: int
+
+
+class CheckpointWriter:
+    """An output in the making, made by `CheckpointWriter.open`; leaving its context releases the lock."""
+
+    def __init__(
+        self, out: Path, *, lock: BinaryIO, max_shard_bytes: int, overwrite: bool, plan: Plan | None
+    ) -> None:
+        self._out = out
+        self._partial = partial_path(out)
+        self._lock = lock
+        self._max_shard_bytes = max_shard_bytes
+        self._overwrite = overwrite
+        self._plan = plan
+        self._units = self._partial / "units"
+        self._journal = self._partial / "journal.jsonl"
+        self._result = self._partial / "result"
+        self.scratch = self._partial / "scratch"
+        self._units.mkdir(exist_ok=True)
+        self.scratch.mkdir(exist_ok=True)
+        self._entries = recover(self._journal, self._units) if plan is None else self._entries_of_merge(plan)
+        self._owners: dict[str, str] = {}
+        if plan is None:
+            for entry in self._entries:
+                self._owners |= {s.name: entry.unit for s in read_header(self._units / entry.file)[0]}
+
+    @classmethod
+    def open(
+        cls,
+        out: Path,
+        *,
+        run: dict[str, Any],
+        max_shard_bytes: int = 5_000_000_000,
+        overwrite: bool = False,
+    ) -> "CheckpointWriter":
+        """Start `out`, or continue what a run with the same `run` and shard size left in OUT.partial.
+
+        `overwrite` lets an existing OUT be replaced (at the end of `finish`) and another run's OUT.partial be
+        deleted. Raises UsageError when OUT exists, another process writes it or OUT.partial is not ours;
+        ResumeError, naming the differing keys, when OUT.partial belongs to another run.
+        """
+        if max_shard_bytes <= 0:
+            raise UsageError(f"shard size {max_shard_bytes} is not a positive number of bytes")
+        out = Path(os.path.abspath(out))
+        partial = partial_path(out)
+        with disk_errors(partial):
+            remove(done_path(out))
+            check_target(out, partial, overwrite)
+            lock = lock_folder(partial)
+            try:
+                identity = json.loads(json.dumps({"max_shard_bytes": max_shard_bytes, "run": run}))
+                plan = settle(out, partial, identity, overwrite)
+                return cls(out, lock=lock, max_shard_bytes=max_shard_bytes, overwrite=overwrite, plan=plan)
+            except BaseException:
+                lock.close()
+                raise
+
+    def __enter__(self) -> "CheckpointWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Release the lock; the files stay for a later run."""
+        self._lock.close()
+
+    @property
+    def completed(self) -> dict[str, dict[str, Any]]:
+        """Record of every unit that is whole on disk, in the order in which they were written."""
+        return {entry.unit: entry.record for entry in self._entries}
+
+    def write_unit(self, unit: str, tensors: Mapping[str, Tensor], record: dict[str, Any]) -> None:
+        """Store one unit; when this returns, it survives a kill and a power cut.
+
+        Tensors may be views, shared or on a device: each is copied to contiguous memory on its own while it
+        is written. Raises CheckpointError when a tensor has no data or cannot be stored, or when its name or
+        the unit is taken.
+        """
+        if self._plan is not None or unit in self.completed:
+            raise CheckpointError(f"unit {unit!r} is already written to {self._partial}")
+        for name, tensor in tensors.items():
+            self._check_storable(unit, name, tensor)
+        path = self._units / f"{len(self._entries):05d}.safetensors"
+        with disk_errors(path):
+            size, digest = write_tensors(path, tensors)
+            sync_folder(self._units)
+            entry = Entry(unit, path.name, size, digest, record)
+            append_entry(self._journal, entry)
+            sync_folder(self._partial)
+        self._entries.append(entry)
+        self._owners |= dict.fromkeys(tensors, unit)
+
+    def _check_storable(self, unit: str, name: str, tensor: Tensor) -> None:
+        if tensor.is_meta:
+            raise CheckpointError(
+                f"tensor {name!r} of unit {unit!r} is on the meta device and has no data to write"
+            )
+        if tensor.layout != torch.strided or tensor.dtype not in DTYPE_NAMES:
+            raise CheckpointError(
+                f"tensor {name!r} of unit {unit!r} is {tensor.dtype} {tensor.layout}, "
+                "which safetensors cannot hold"
+            )
+        if name == "__metadata__" or name in self._owners:
+            owner = self._owners.get(name, "the file format")
+            raise CheckpointError(f"tensor name {name!r} of unit {unit!r} is taken already by {owner!r}")
+
+    def read_unit(self, unit: str) -> dict[str, Tensor]:
+        """The tensors of a finished unit, in their own memory. Raises CheckpointError if it is not there."""
+        for entry in self._entries:
+            path = self._units / entry.file
+            if entry.unit == unit and path.exists():
+                return read_tensors(path)
+        raise CheckpointError(
+            f"unit {unit!r} is not in {self._units}: never written, or already merged into a shard"
+        )
+
+    def finish(
+        self, files: Mapping[str, bytes], metadata: Mapping[str, str] | None = None
+    ) -> WrittenCheckpoint:
+        """Merge the units into shards, add the companion `files`, check everything and publish OUT.
+
+        `metadata` joins the safetensors headers. Raises UsageError for a file name that leaves the folder or
+        collides, CheckpointError when a reopened shard is not what was written. Can be repeated after a kill.
+        """
+        with disk_errors(self._partial):
+            plan = self._planned(dict(metadata or {}))
+            companions = _checked_files(files, plan)
+            if self._published():
+                check_shards(plan, self._out)
+            else:
+                write_shards(plan, self._units, self._result)
+                if len(plan.shards) > 1:
+                    companions[INDEX_NAME] = index_json(plan)
+                _write_companions(companions, plan, self._result)
+                check_shards(plan, self._result)
+                self._publish()
+            self._retire()
+        names = tuple(shard.name for shard in plan.shards)
+        return WrittenCheckpoint(self._out, names, plan.total_size, len(plan.weight_map))
+
+    def _planned(self, metadata: dict[str, str]) -> Plan:
+        if self._plan is None:
+            units = [(entry.file, read_header(self._units / entry.file)[0]) for entry in self._entries]
+            if not any(spans for _, spans in units):
+                raise CheckpointError(
+                    f"no tensors were written to {self._partial}: there is nothing to publish"
+                )
+            self._result.mkdir(exist_ok=True)
+            self._plan = plan_shards(units, self._max_shard_bytes, metadata)
+            write_file(self._partial / "plan.json", self._plan.to_json())
+        if self._plan.metadata != metadata:
+            raise ResumeError(
+                f"{self._partial} was being merged with metadata {self._plan.metadata}, now {metadata}: "
+                f"delete it or pass --overwrite"
+            )
+        return self._plan
+
+    def _entries_of_merge(self, plan: Plan) -> list[Entry]:
+        """Recorded units during merging: each is whole still, or gone into shards that exist."""
+        entries = read_entries(self._journal)
+        sizes = {entry.file: entry.bytes for entry in entries}
+        if self._published():
+            return entries
+        for shard in plan.shards:
+            if (self._result / shard.name).exists():
+                continue
+            for piece in shard.pieces:
+                path = self._units / piece.file
+                if not path.exists() or path.stat().st_size != sizes.get(piece.file):
+                    raise ResumeError(
+                        f"{path} is damaged, so {shard.name} cannot be made: delete {self._partial}"
+                    )
+        return entries
+
+    def _published(self) -> bool:
+        return self._plan is not None and not self._result.exists() and self._out.exists()
+
+    def _publish(self) -> None:
+        if self._out.exists():
+            if not self._overwrite:
+                raise UsageError(
+                    f"{self._out} has appeared meanwhile: move it away and run again, or pass --overwrite"
+                )
+            remove(self._partial / "replaced")
+            os.replace(self._out, self._partial / "replaced")
+        os.replace(self._result, self._out)
+        sync_folder(self._out.parent)
+
+    def _retire(self) -> None:
+        done = done_path(self._out)
+        os.replace(self._partial, done)
+        sync_folder(self._out.parent)
+        remove(done)
+        self.close()
+
+
+def _checked_files(files: Mapping[str, bytes], plan: Plan) -> dict[str, bytes]:
+    taken = {shard.name for shard in plan.shards} | {INDEX_NAME}
+    for name in files:
+        path = PurePosixPath(name)
+        if (
+            not name
+            or path.is_absolute()
+            or ".." in path.parts
+            or "\\" in name
+            or "\0" in name
+            or path == PurePosixPath()
+        ):
+            raise UsageError(f"companion file name {name!r} would leave the output folder")
+        if name in taken or name.endswith(".tmp"):
+            raise UsageError(f"companion file name {name!r} belongs to the weights")
+    return dict(files)
+
+
+def _write_companions(files: Mapping[str, bytes], plan: Plan, result: Path) -> None:
+    """Write the files beside the weights; whatever an earlier attempt left and nobody asks for goes."""
+    wanted = {result / name for name in files} | {result / shard.name for shard in plan.shards}
+    for path in sorted(result.rglob("*"), reverse=True):
+        if path not in wanted and not any(path in other.parents for other in wanted):
+            remove(path)
+    for name, data in files.items():
+        path = result / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, data)
+    sync_folder(result)
