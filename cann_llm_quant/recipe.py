@@ -1,0 +1,138 @@
+"""What to do with a model, as one validated document: method, weight schemes by rule, calibration, layouts.
+
+Command-line flags are shorthand for a `Recipe`; the output directory holds the resolved one. Patterns in rules are a
+full module name, `glob:` with shell wildcards, or `re:` with a regular expression; all three must match the whole
+name.
+"""
+
+import fnmatch
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from cann_llm_quant.errors import UsageError
+
+METHODS = ("rtn", "awq")
+FORMATS = ("native",)
+
+
+class _Document(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class WeightScheme(_Document):
+    """Weight format asked for.
+
+    `group_size` -1 is one group per row, `auto` is 128 or the largest that fits each linear.
+    """
+
+    bits: Literal[4, 8] = 4
+    group_size: int | Literal["auto"] = "auto"
+    symmetric: bool = True
+
+    @field_validator("group_size")
+    @classmethod
+    def _positive_or_channel(cls, value: int | str) -> int | str:
+        if isinstance(value, int) and value != -1 and value <= 0:
+            raise ValueError(f"{value} is not a group size; use a positive number, or -1 for one group per row")
+        return value
+
+
+class Rule(_Document):
+    """Linears whose name matches any pattern get this scheme, or stay in float (`skip`). Later rules win."""
+
+    match: tuple[str, ...]
+    scheme: WeightScheme | Literal["skip"]
+
+
+class Calibration(_Document):
+    """Text that calibration runs on: `samples` windows of `length` tokens; `default` is the text inside the package."""
+
+    data: tuple[str, ...] = ("default",)
+    samples: int = Field(128, gt=0)
+    length: int = Field(512, gt=1)
+    seed: int = 0
+
+
+class Recipe(_Document):
+    """One quantization, whole: everything that decides the output's bytes besides the source model."""
+
+    method: Literal["rtn", "awq"] = "awq"
+    scheme: WeightScheme = WeightScheme()
+    clip: bool | None = Field(None, description="search each group's range; null: yes for awq, no for rtn")
+    rules: tuple[Rule, ...] = ()
+    on_misfit: Literal["error", "smaller", "skip"] = "error"
+    expand_fusion_groups: bool = True
+    calibration: Calibration = Calibration()
+    formats: tuple[Literal["native"], ...] = ("native",)
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether the method reads activations at all."""
+        return self.method != "rtn"
+
+    @property
+    def clipping(self) -> bool:
+        """Whether the range of each group is searched, the method's default filled in."""
+        return self.method != "rtn" if self.clip is None else self.clip
+
+    def to_json(self) -> str:
+        """The document as indented JSON."""
+        return json.dumps(self.model_dump(mode="json"), indent=2, ensure_ascii=False)
+
+
+def load_recipe(path: Path) -> Recipe:
+    """A recipe from a YAML or JSON file.
+
+    Raises UsageError naming the file, the field and what is wrong with it.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"recipe {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"recipe {path} is not UTF-8 text (byte {error.start})") from error
+    try:
+        document = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UsageError(f"recipe {path} is not valid YAML or JSON: {' '.join(str(error).split())}") from error
+    if not isinstance(document, dict):
+        raise UsageError(f"recipe {path} must be a mapping of fields such as method: awq")
+    return validate_recipe(document, f"recipe {path}")
+
+
+def validate_recipe(document: dict[str, Any], origin: str) -> Recipe:
+    """A recipe from plain values; `origin` (a file, "the command line") opens the error message.
+
+    Raises UsageError naming the first field that is wrong.
+    """
+    try:
+        return Recipe.model_validate(document)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"]) or "document"
+        message = first["msg"].removeprefix("Value error, ")
+        raise UsageError(f"{origin}: field {field}: {message} (got {first['input']!r})") from error
+
+
+def compile_pattern(pattern: str) -> Callable[[str], bool]:
+    """A predicate on full module names for a full name, `glob:` or `re:` pattern.
+
+    Raises UsageError for an invalid regular expression, with the position.
+    """
+    if pattern.startswith("re:"):
+        try:
+            compiled = re.compile(pattern[3:])
+        except re.error as error:
+            raise UsageError(
+                f"pattern {pattern!r} is no regular expression: {error.msg} at position {error.pos}"
+            ) from error
+        return lambda name: compiled.fullmatch(name) is not None
+    if pattern.startswith("glob:"):
+        return lambda name: fnmatch.fnmatchcase(name, pattern[5:])
+    return lambda name: name == pattern
