@@ -1,0 +1,130 @@
+"""Hidden states of all calibration windows, between two layers: in memory, or in a file past a byte budget.
+
+A file holds the windows one after another, raw, `[window, seq, hidden]` in the compute dtype. It is read and written
+one window at a time through the file system rather than mapped, so that its pages never count as this process's
+memory. The states after layer i go to `states-<i+1>.bin` (written under another name, fsynced, renamed), and those
+before it are deleted only when the layer is safe in the writer's journal: a killed run finds the file it needs, or
+recomputes.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from cann_llm_quant.errors import NumericError
+from cann_llm_quant.models.attention import CausalAttend
+from cann_llm_quant.models.decoder import DecoderLayer, Observe, embed
+
+
+class HiddenStates:
+    """The states before layer `index`; `advance` replaces them by those after it."""
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        dtype: torch.dtype,
+        *,
+        budget: int,
+        scratch: Path,
+        device: torch.device,
+    ) -> None:
+        self.shape, self.dtype, self.index = shape, dtype, 0
+        self._scratch, self._device = scratch, device
+        self._window_bytes = shape[1] * shape[2] * dtype.itemsize
+        self.spooled = self._window_bytes * shape[0] > budget
+        self._memory: list[Tensor] = []
+
+    def path(self, index: int) -> Path:
+        """File of the states before layer `index`."""
+        return self._scratch / f"states-{index}.bin"
+
+    def start(self, embedding: Float[Tensor, "vocab hidden"], ids: Int[Tensor, "windows seq"]) -> None:
+        """Fill with embedded tokens: the states before layer 0."""
+        self._store(0, (embed(embedding, window[None]).to(self.dtype) for window in ids))
+
+    def resume(self, index: int) -> bool:
+        """Take up the states before layer `index` from an earlier run's file.
+
+        False when there is none that is whole.
+        """
+        path = self.path(index)
+        if not self.spooled or not path.exists() or path.stat().st_size != self._window_bytes * self.shape[0]:
+            return False
+        self.index = index
+        return True
+
+    def windows(self) -> Iterator[Float[Tensor, "1 seq hidden"]]:
+        """The states, one window after another, on the compute device."""
+        if not self.spooled:
+            for state in self._memory:
+                yield state.to(self._device)
+            return
+        with self.path(self.index).open("rb") as file:
+            for _ in range(self.shape[0]):
+                window = torch.empty(1, *self.shape[1:], dtype=self.dtype)
+                file.readinto(memoryview(window.view(torch.uint8).numpy()).cast("B"))
+                yield window.to(self._device)
+
+    def advance(self, layer: DecoderLayer, *, check_finite: bool = True) -> Iterator[int]:
+        """Replace the states by `layer`'s outputs; yields the number of windows done.
+
+        Raises NumericError naming the layer and the window when an output is not finite.
+        """
+        outputs = run_layer(layer, self.windows(), self.index, check_finite=check_finite)
+        yield from self._store_steps(self.index + 1, outputs)
+
+    def forget_before(self, index: int) -> None:
+        """Delete files of states that no resume needs any more."""
+        for path in self._scratch.glob("states-*.bin"):
+            if int(path.stem.removeprefix("states-")) < index:
+                path.unlink()
+
+    def _store(self, index: int, windows: Iterator[Tensor]) -> None:
+        for _ in self._store_steps(index, windows):
+            pass
+
+    def _store_steps(self, index: int, windows: Iterator[Tensor]) -> Iterator[int]:
+        if not self.spooled:
+            # In place, window by window: the old and the new states never lie in memory together.
+            for done, state in enumerate(windows):
+                self._memory[done : done + 1] = [state.cpu()]
+                yield done + 1
+            self.index = index
+            return
+        unfinished = self.path(index).with_suffix(".tmp")
+        with unfinished.open("wb") as file:
+            for done, state in enumerate(windows):
+                file.write(memoryview(state.cpu().contiguous().view(torch.uint8).numpy()).cast("B"))
+                yield done + 1
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(self.path(index))
+        self.index = index
+
+
+def run_layer(
+    layer: DecoderLayer,
+    windows: Iterator[Float[Tensor, "1 seq hidden"]],
+    index: int,
+    observe: Observe | None = None,
+    *,
+    check_finite: bool = True,
+) -> Iterator[Float[Tensor, "1 seq hidden"]]:
+    """`layer`'s output for each window, one at a time, causal attention within the window.
+
+    Raises NumericError naming the layer and the window when an output is not finite.
+    """
+    attend = CausalAttend()
+    for number, x in enumerate(windows):
+        positions = torch.arange(x.shape[1], device=x.device)[None]
+        y = layer(x, positions, attend, observe)
+        if check_finite and not bool(torch.isfinite(y).all()):
+            raise NumericError(
+                f"layer {index} gives NaN or infinity for calibration window {number} in {x.dtype}; "
+                "use --dtype fp32 or bf16, or scan the source's weights with inspect --scan"
+            )
+        yield y

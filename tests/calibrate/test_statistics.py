@@ -1,0 +1,34 @@
+"""Statistics against float64 sums, and their independence from everything but the order of windows."""
+
+import torch
+
+from cann_llm_quant.calibrate.statistics import StatisticsCollector
+
+
+def test_sums_equal_float64_reference() -> None:
+    generator = torch.Generator().manual_seed(0)
+    windows = [torch.randn(n, 12, generator=generator) for n in (5, 1, 9)]
+    collector = StatisticsCollector(["down"])
+    for x in windows:
+        collector.observe("down", x)
+    measured = collector.finish()["down"]
+    x = torch.cat(windows).double()
+    torch.testing.assert_close(measured.hessian.double(), x.T @ x, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(measured.mean_abs.double(), x.abs().mean(0), rtol=1e-6, atol=0)
+    assert torch.equal(measured.amax.double(), x.abs().amax(0))
+    assert measured.tokens == 15
+
+
+def test_only_wanted_sites_are_kept_and_an_unseen_expert_is_absent() -> None:
+    collector = StatisticsCollector(["experts.0.down", "experts.1.down"])
+    collector.observe("experts.0.down", torch.ones(2, 3))
+    collector.observe("qkv", torch.ones(2, 3))
+    assert list(collector.finish()) == ["experts.0.down"]
+
+
+def test_bf16_input_is_accumulated_in_float32() -> None:
+    x = torch.full((1000, 2), 1.0, dtype=torch.bfloat16)
+    collector = StatisticsCollector(["o"])
+    collector.observe("o", x)
+    collector.observe("o", x)
+    assert collector.finish()["o"].hessian.tolist() == [[2000.0, 2000.0], [2000.0, 2000.0]]
