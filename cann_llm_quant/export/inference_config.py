@@ -1,0 +1,142 @@
+"""`inference_config.json`: what the runner, and a reader who audits a model, needs to know of an output directory.
+
+The JSON schema of this document ships in the package (`data/inference_config.schema.json`) and is generated from these
+classes; a test fails when they differ.
+"""
+
+import json
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from cann_llm_quant.errors import CheckpointError
+
+FILE_NAME = "inference_config.json"
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class WeightFormat(_Section):
+    """One weight scheme: `w ~ (codes - zero_point) * scale`."""
+
+    dtype: Literal["int4", "int8"]
+    symmetric: bool
+    strategy: Literal["channel", "group"]
+    group_size: int | None
+    scale_dtype: Literal["bfloat16", "float16", "float32"]
+
+
+class Weights(_Section):
+    """How the matrices are stored.
+
+    `linears` maps a module to a key of `schemes`, `float` names the others with the reason.
+    """
+
+    layout: Literal["pack-quantized"] = "pack-quantized"
+    schemes: dict[str, WeightFormat]
+    linears: dict[str, str]
+    float_: dict[str, str] = Field(alias="float")
+    bits_per_weight: float = Field(description="stored bits per quantized weight, scales and zero points included")
+
+
+class KvCache(_Section):
+    """Precision of keys and values: `compute` keeps the dtype that the runner computes in."""
+
+    dtype: Literal["compute"] = "compute"
+
+
+class Limits(_Section):
+    """Bounds that a server must respect."""
+
+    max_context: int = Field(description="positions the model can address, rope scaling included")
+
+
+class Accounting(_Section):
+    """Every tensor of the source: `source = quantized + kept + dropped`; dropped ones by name with the reason."""
+
+    source: int
+    quantized: int
+    kept: int
+    dropped: dict[str, str]
+    extra: list[str] = Field(description="kept tensors that the decoder does not read")
+
+
+class Provenance(_Section):
+    """Where the numbers come from; enough to repeat the run."""
+
+    tool_version: str
+    source_name: str
+    source_fingerprint: str
+    recipe: dict[str, Any]
+    compute_dtype: str
+    device: str
+    calibration: dict[str, Any] | None
+    libraries: dict[str, str]
+
+
+class LinearReport(_Section):
+    """Relative output error `tr(ΔW H ΔWᵀ) / tr(W H Wᵀ)` of one linear, plain rounding beside the method's."""
+
+    rtn_error: float | None
+    error: float | None
+    tokens: int | None
+
+
+class InferenceConfig(_Section):
+    """The whole document."""
+
+    format_version: Literal[1] = 1
+    model_type: str
+    weights: Weights
+    kv_cache: KvCache = KvCache()
+    limits: Limits
+    accounting: Accounting
+    provenance: Provenance
+    linears: dict[str, LinearReport] = Field(description="errors measured during quantization")
+    results: dict[str, Any] = Field(default_factory=dict, description="evaluation results added later")
+
+    def to_json(self) -> bytes:
+        """The document as UTF-8 JSON, stable key order."""
+        return (self.model_dump_json(by_alias=True, indent=2) + "\n").encode()
+
+
+def load_inference_config(folder: Path) -> InferenceConfig:
+    """The document of an output directory.
+
+    Raises CheckpointError when it is absent, not JSON, of another format version, or breaks the schema.
+    """
+    path = folder / FILE_NAME
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder} has no {FILE_NAME}; it was not written by cann-llm-quant quantize") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
+    version = document.get("format_version") if isinstance(document, dict) else None
+    if version != 1:
+        raise CheckpointError(f"{path} has format version {version}; this version of cann-llm-quant reads version 1")
+    try:
+        return InferenceConfig.model_validate(document)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"])
+        raise CheckpointError(f"{path}: field {field}: {first['msg']}") from error
+
+
+def schema() -> dict[str, Any]:
+    """The JSON schema of the document."""
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **InferenceConfig.model_json_schema(by_alias=True),
+    }
+
+
+def shipped_schema() -> dict[str, Any]:
+    """The JSON schema as it lies in the package."""
+    text = files("cann_llm_quant").joinpath("data/inference_config.schema.json").read_text(encoding="utf-8")
+    result: dict[str, Any] = json.loads(text)
+    return result

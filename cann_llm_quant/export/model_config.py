@@ -1,0 +1,47 @@
+"""`config.json` of an output: the source's, with the quantization section and every spelling that readers look for.
+
+transformers 5 writes `rope_parameters` and `dtype` only; older readers (and several runtimes) look for `rope_theta`,
+`rope_scaling` and `torch_dtype` and fall back to 10000 and float32 in silence. Both forms are written, with equal
+values.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from cann_llm_quant.models.arch import Arch
+
+DROPPED = ("_name_or_path", "transformers_version", "quantization_config", "compression_config", "auto_map")
+
+
+def output_config(
+    source: Mapping[str, Any], arch: Arch, dtype: str, quantization: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """The output's `config.json`; `dtype` is the storage type of float tensors (`bfloat16`, …)."""
+    config = {key: value for key, value in source.items() if key not in DROPPED}
+    config["dtype"] = config["torch_dtype"] = dtype
+    config["tie_word_embeddings"] = arch.tied_head
+    config |= _rope_fields(arch)
+    if quantization is not None:
+        config["quantization_config"] = dict(quantization)
+    return config
+
+
+def _rope_fields(arch: Arch) -> dict[str, Any]:
+    rope = arch.rope
+    scaling = {
+        "rope_type": rope.kind,
+        **{k: v for k, v in rope.parameters.items() if k not in ("rope_type", "type")},
+    }
+    scaling.pop("rope_theta", None)
+    old = None if rope.kind == "default" else {"type": rope.kind, **scaling}
+    return {
+        "rope_theta": rope.theta,
+        "rope_scaling": old,
+        "rope_parameters": {"rope_theta": rope.theta, **scaling},
+    }
+
+
+def json_bytes(document: Mapping[str, Any]) -> bytes:
+    """UTF-8 JSON, indented, keys in the given order."""
+    return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()
