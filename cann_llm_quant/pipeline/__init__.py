@@ -1,0 +1,6 @@
+"""The one loop that joins calibration, quantization and export; resumable per layer."""
+
+from cann_llm_quant.pipeline.request import Event, QuantizeReport, RunOptions
+from cann_llm_quant.pipeline.run import quantize_model
+
+__all__ = ["Event", "QuantizeReport", "RunOptions", "quantize_model"]

@@ -1,0 +1,174 @@
+"""The files beside the weights, and the report: assembled from the journal's records alone, so that a resumed run
+writes the same bytes as an unbroken one.
+"""
+
+from collections import Counter
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cann_llm_quant import __version__
+from cann_llm_quant.checkpoint.writer import WrittenCheckpoint
+from cann_llm_quant.errors import CannQuantError
+from cann_llm_quant.export.inference_config import (
+    FILE_NAME,
+    Accounting,
+    InferenceConfig,
+    Limits,
+    LinearReport,
+    Provenance,
+    WeightFormat,
+    Weights,
+)
+from cann_llm_quant.export.model_config import json_bytes, output_config
+from cann_llm_quant.export.native import quantization_config
+from cann_llm_quant.pipeline.prepare import LIBRARIES, Job, peak_memory_bytes
+from cann_llm_quant.pipeline.request import QuantizeReport
+from cann_llm_quant.quant.scheme import Scheme
+
+Records = dict[str, dict[str, Any]]
+
+
+def output_files(job: Job, records: Records) -> dict[str, bytes]:
+    """Every file of the output besides weights and index: companions byte for byte, the configs, the recipe."""
+    storage = _storage_dtype(job)
+    config = output_config(
+        job.source.config,
+        job.arch,
+        str(storage).removeprefix("torch."),
+        quantization_config(job.assignment.schemes, job.assignment.kept),
+    )
+    return job.source.companion_files() | {
+        "config.json": json_bytes(config),
+        FILE_NAME: _inference_config(job, records).to_json(),
+        "recipe.json": (job.recipe.to_json() + "\n").encode(),
+    }
+
+
+def _storage_dtype(job: Job) -> torch.dtype:
+    """The dtype that most float tensors are stored in, by bytes."""
+    sizes: Counter[torch.dtype] = Counter()
+    for name in job.arch.tensor_shapes():
+        info = job.source.tensors[name]
+        sizes[info.dtype] += info.nbytes
+    return sizes.most_common(1)[0][0]
+
+
+def _inference_config(job: Job, records: Records) -> InferenceConfig:
+    schemes = job.assignment.schemes
+    keys = {scheme: _key(scheme) for scheme in dict.fromkeys(schemes.values())}
+    storage = {module: job.source.tensors[f"{module}.weight"].dtype for module in schemes}
+    common = Counter(storage.values()).most_common(1)[0][0]
+    return InferenceConfig(
+        model_type=job.arch.model_type,
+        weights=Weights(
+            schemes={key: _weight_format(scheme, common) for scheme, key in keys.items()},
+            linears={module: keys[scheme] for module, scheme in schemes.items()},
+            float=job.assignment.kept,
+            bits_per_weight=bits_per_weight(job),
+        ),
+        limits=Limits(max_context=job.arch.max_positions),
+        accounting=Accounting(**accounting(job, records), dropped=job.dropped, extra=job.extra),
+        provenance=Provenance(
+            tool_version=__version__,
+            source_name=Path(str(job.source.path)).name,
+            source_fingerprint=job.source.fingerprint(),
+            recipe=job.recipe.model_dump(mode="json"),
+            compute_dtype=job.options.dtype,
+            device=job.device.type,
+            calibration=job.corpus,
+            libraries={name: version(name) for name in LIBRARIES},
+        ),
+        linears={module: LinearReport(**entry) for module, entry in _linears(records).items()},
+    )
+
+
+def _key(scheme: Scheme) -> str:
+    symmetry = "sym" if scheme.symmetric else "asym"
+    return f"{scheme.dtype}-{symmetry}-{'channel' if scheme.group_size is None else f'g{scheme.group_size}'}"
+
+
+def _weight_format(scheme: Scheme, scale_dtype: torch.dtype) -> WeightFormat:
+    return WeightFormat.model_validate(
+        {
+            "dtype": scheme.dtype,
+            "symmetric": scheme.symmetric,
+            "strategy": scheme.strategy,
+            "group_size": scheme.group_size,
+            "scale_dtype": str(scale_dtype).removeprefix("torch."),
+        }
+    )
+
+
+def _linears(records: Records) -> dict[str, dict[str, Any]]:
+    return {module: entry for record in records.values() for module, entry in record.get("linears", {}).items()}
+
+
+def bits_per_weight(job: Job) -> float:
+    """Stored bits per quantized weight, scales and zero points included."""
+    bits = weights = 0.0
+    for module, scheme in job.assignment.schemes.items():
+        out, columns = job.source.tensors[f"{module}.weight"].shape
+        scale_bits = job.source.tensors[f"{module}.weight"].dtype.itemsize * 8
+        bits += scheme.bits_per_weight(out, columns, scale_bits) * out * columns
+        weights += out * columns
+    return bits / weights
+
+
+def accounting(job: Job, records: Records) -> dict[str, int]:
+    """Counts of source tensors as they were really written: `source = quantized + kept + dropped`.
+
+    Raises CannQuantError when the sum does not come out, which would mean a lost tensor.
+    """
+    source = len(job.source.tensors)
+    quantized = sum(len(record.get("linears", {})) for record in records.values())
+    kept = sum(record["kept"] for record in records.values())
+    if quantized + kept + len(job.dropped) != source:
+        raise CannQuantError(
+            f"the source has {source} tensors but {quantized} were quantized, {kept} kept and {len(job.dropped)} "
+            "dropped; nothing was published, please report this"
+        )
+    return {"source": source, "quantized": quantized, "kept": kept}
+
+
+def summarize(
+    job: Job, records: Records, written: WrittenCheckpoint, resumed: int, seconds: float, warnings: list[str]
+) -> QuantizeReport:
+    """The report of a finished run."""
+    linears = _linears(records).values()
+    counts = accounting(job, records)
+    tensors, schemes = job.source.tensors, job.assignment.schemes
+    elements = {name: torch.Size(info.shape).numel() for name, info in tensors.items()}
+    return QuantizeReport(
+        output=written.path,
+        model_type=job.arch.model_type,
+        method=job.recipe.method,
+        layers=job.arch.num_layers,
+        resumed_layers=resumed,
+        quantized_linears=len(schemes),
+        quantized_parameters=sum(elements[f"{module}.weight"] for module in schemes),
+        total_parameters=sum(elements[name] for name in job.arch.tensor_shapes()),
+        bits_per_weight=bits_per_weight(job),
+        source_tensors=counts["source"],
+        kept_tensors=counts["kept"],
+        dropped_tensors=job.dropped,
+        extra_tensors=job.extra,
+        float_modules=job.assignment.kept,
+        group_sizes=dict(Counter(_key(scheme) for scheme in schemes.values())),
+        weight_files=list(written.weight_files),
+        output_bytes=sum(path.stat().st_size for path in written.path.rglob("*") if path.is_file()),
+        source_bytes=sum(info.nbytes for info in tensors.values()),
+        mean_rtn_error=_mean([entry["rtn_error"] for entry in linears]),
+        mean_error=_mean([entry["error"] for entry in linears]),
+        calibration=job.corpus,
+        seconds=seconds,
+        peak_memory_bytes=peak_memory_bytes(),
+        warnings=warnings,
+    )
+
+
+def _mean(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None

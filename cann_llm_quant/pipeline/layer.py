@@ -1,0 +1,155 @@
+"""One decoder layer from float to codes: smooth, check, solve each linear, and say how much each lost."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from cann_llm_quant.calibrate.statistics import SiteStatistics
+from cann_llm_quant.calibrate.stream import run_layer
+from cann_llm_quant.export import native
+from cann_llm_quant.models.arch import Arch, Layer
+from cann_llm_quant.models.weights import build_layer
+from cann_llm_quant.pipeline.smoothing import Smoothed, smooth_layer
+from cann_llm_quant.quant import rtn
+from cann_llm_quant.quant.error import relative_output_error
+from cann_llm_quant.quant.grid import choose_scale_dtype
+from cann_llm_quant.quant.scheme import QuantizedTensor, Scheme
+from cann_llm_quant.recipe import Recipe
+
+FOLD_TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class LayerResult:
+    """`stored` goes to the file; `running` is the same layer as float32 tensors for the next activations.
+
+    `record` is JSON.
+    """
+
+    stored: dict[str, Tensor]
+    running: dict[str, Tensor]
+    record: dict[str, Any]
+    warnings: tuple[str, ...]
+
+
+def quantize_layer(
+    arch: Arch,
+    layer: Layer,
+    load: Callable[[], dict[str, Tensor]],
+    statistics: Mapping[str, SiteStatistics],
+    schemes: Mapping[str, Scheme],
+    storage: Mapping[str, torch.dtype],
+    recipe: Recipe,
+    probe: Float[Tensor, "1 seq hidden"] | None,
+) -> LayerResult:
+    """Quantize one layer. `load` reads its float32 tensors by stored name; one copy of them is held at any time.
+
+    `schemes` go by module, `storage` is each tensor's stored dtype. `probe` is one window of the layer's input, for
+    the check that folding left the float function alone (None: the method reads no activations).
+    """
+    tensors, roles = load(), {spec.module: spec.role for spec in layer.linears}
+    site_of = {role: site.name for site in layer.sites for role in site.linears}
+    site_names = {module: site_of[roles[module]] for module in schemes}
+    rtn_errors = {
+        module: _rounding_error(
+            tensors[f"{module}.weight"],
+            scheme,
+            storage[f"{module}.weight"],
+            statistics.get(site_names[module]),
+        )
+        for module, scheme in schemes.items()
+    }
+    smoothed, warnings = Smoothed(tensors, dict(statistics), {}), ()
+    if recipe.method == "awq" and probe is not None:
+        smoothed, warnings = _smooth_checked(arch, layer, tensors, load, statistics, schemes, storage, recipe, probe)
+    stored: dict[str, Tensor] = {}
+    running: dict[str, Tensor] = {}
+    linears: dict[str, Any] = {}
+    for module, scheme in schemes.items():
+        site = smoothed.statistics.get(site_names[module])
+        weight = smoothed.tensors.pop(f"{module}.weight")
+        quantized = _solve(weight, scheme, storage[f"{module}.weight"], site, recipe)
+        running[f"{module}.weight"] = quantized.dequantize()
+        error = None if site is None else relative_output_error(weight, running[f"{module}.weight"], site.hessian)
+        linears[module] = {
+            "rtn_error": rtn_errors[module],
+            "error": error,
+            "tokens": site.tokens if site else None,
+        }
+        stored |= native.encode(module, quantized)
+    for name, tensor in smoothed.tensors.items():
+        stored[name] = tensor.to(storage[name])
+        running[name] = stored[name].to(torch.float32)
+    smoothing = {
+        name: {"ratio": r.ratio, "identity_error": r.identity_error, "error": r.error, "reason": r.reason}
+        for name, r in smoothed.searched.items()
+    }
+    record = {"kept": len(smoothed.tensors), "linears": linears, "smoothing": smoothing}
+    return LayerResult(stored, running, record, warnings)
+
+
+def _smooth_checked(
+    arch: Arch,
+    layer: Layer,
+    tensors: dict[str, Tensor],
+    load: Callable[[], dict[str, Tensor]],
+    statistics: Mapping[str, SiteStatistics],
+    schemes: Mapping[str, Scheme],
+    storage: Mapping[str, torch.dtype],
+    recipe: Recipe,
+    probe: Float[Tensor, "1 seq hidden"],
+) -> tuple[Smoothed, tuple[str, ...]]:
+    """Fold AWQ factors into `tensors`; undone, with a warning, when the float layer's output moves."""
+    x = probe.to(torch.float32)
+    before = next(run_layer(build_layer(arch, layer.index, tensors), iter([x]), layer.index)) - x
+    smoothed = smooth_layer(arch, layer, tensors, statistics, schemes, storage, clip=recipe.clipping)
+    after = next(run_layer(build_layer(arch, layer.index, smoothed.tensors), iter([x]), layer.index)) - x
+    change = float((after - before).abs().max()) / max(float(before.abs().max()), torch.finfo(torch.float32).tiny)
+    if change <= FOLD_TOLERANCE:
+        return smoothed, ()
+    warning = (
+        f"layer {layer.index}: folding AWQ scales changed the float layer's output by {change:.1e}; "
+        "the layer was quantized without them"
+    )
+    return Smoothed(load(), dict(statistics), {}), (warning,)
+
+
+def _solve(
+    weight: Float[Tensor, "out in"],
+    scheme: Scheme,
+    storage: torch.dtype,
+    site: SiteStatistics | None,
+    recipe: Recipe,
+) -> QuantizedTensor:
+    """The better, by exact output error.
+
+    Of the searched grid and the plain one (their own criterion is per group only).
+    """
+    scale_dtype = choose_scale_dtype(weight, scheme, storage)
+    plain = rtn.solve(weight, scheme, scale_dtype, clip="minmax")
+    if not recipe.clipping:
+        return plain
+    hessian = site.hessian if site is not None else None
+    searched = rtn.solve(weight, scheme, scale_dtype, clip="mse", hessian=hessian)
+    if hessian is None:
+        return searched
+    losses = [relative_output_error(weight, q.dequantize(), hessian) for q in (searched, plain)]
+    return searched if losses[0] <= losses[1] else plain
+
+
+def _rounding_error(
+    weight: Float[Tensor, "out in"],
+    scheme: Scheme,
+    storage: torch.dtype,
+    site: SiteStatistics | None,
+) -> float | None:
+    """Relative output error of plain min-max rounding of the untouched weight; None without statistics."""
+    if site is None:
+        return None
+    scale_dtype = choose_scale_dtype(weight, scheme, storage)
+    rounded = rtn.solve(weight, scheme, scale_dtype, clip="minmax").dequantize()
+    return relative_output_error(weight, rounded, site.hessian)

@@ -1,0 +1,163 @@
+"""Everything that is decided, checked and refused before the first weight is read."""
+
+import resource
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from typing import Any
+
+import psutil
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+from cann_llm_quant import __version__
+from cann_llm_quant.assignment import Assignment, assign
+from cann_llm_quant.checkpoint.base import Checkpoint
+from cann_llm_quant.checkpoint.companion_tokenizer import tokenizer_of
+from cann_llm_quant.corpus import default_source, load_windows, parse_source
+from cann_llm_quant.device import resolve_device, resolve_dtype
+from cann_llm_quant.errors import UsageError
+from cann_llm_quant.models import arch_from_checkpoint, unclaimed
+from cann_llm_quant.models.arch import Arch
+from cann_llm_quant.pipeline.request import GIB, Event, RunOptions
+from cann_llm_quant.recipe import Recipe
+from cann_llm_quant.tokenizer import check_vocabulary
+
+LIBRARIES = ("torch", "transformers", "safetensors")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run, resolved: what to do with which tensor, on which text, where."""
+
+    source: Checkpoint
+    arch: Arch
+    assignment: Assignment
+    recipe: Recipe
+    options: RunOptions
+    device: torch.device
+    dtype: torch.dtype
+    ids: Int64[Tensor, "windows seq"] | None
+    corpus: dict[str, Any] | None
+    dropped: dict[str, str]
+    extra: list[str]
+
+    def run_identity(self) -> dict[str, Any]:
+        """Everything that decides the output's bytes; a resume with another identity is refused."""
+        return {
+            "source": self.source.fingerprint(),
+            "recipe": self.recipe.model_dump(mode="json"),
+            "corpus": self.corpus,
+            "dtype": self.options.dtype,
+            "device": self.device.type,
+            "max_shard_bytes": self.options.max_shard_bytes,
+            "tool": __version__,
+            "libraries": {name: version(name) for name in LIBRARIES},
+        }
+
+
+def prepare(source: Checkpoint, recipe: Recipe, options: RunOptions, tell: Callable[[Event], None]) -> Job:
+    """Resolve and check a run. Raises InputError's kinds for everything that cannot work."""
+    device, dtype = resolve_device(options.device), resolve_dtype(options.dtype)
+    arch = arch_from_checkpoint(source)
+    assignment = assign(
+        arch, recipe, allow_empty_pattern=options.allow_empty_pattern, tensor_parallel=options.tensor_parallel
+    )
+    for warning in assignment.warnings:
+        tell(Event("prepare", message=warning, warning=True))
+    ids, corpus = None, None
+    if recipe.needs_calibration:
+        ids, corpus = _calibration_windows(source, arch, recipe, options, tell)
+    dropped, extra = _account(arch, source)
+    job = Job(source, arch, assignment, recipe, options, device, dtype, ids, corpus, dropped, extra)
+    estimate = estimate_peak_bytes(job)
+    _check_memory(estimate)
+    tell(
+        Event(
+            "prepare",
+            message=f"{arch.model_type}, {arch.num_layers} layers; peak memory about {estimate / GIB:.1f} GiB",
+        )
+    )
+    return job
+
+
+def _calibration_windows(
+    source: Checkpoint, arch: Arch, recipe: Recipe, options: RunOptions, tell: Callable[[Event], None]
+) -> tuple[Tensor, dict[str, Any]]:
+    wanted = recipe.calibration
+    if wanted.length > arch.max_positions:
+        raise UsageError(
+            f"calibration windows of {wanted.length} tokens exceed the model's {arch.max_positions} positions; "
+            f"use --seq-len {arch.max_positions} or less"
+        )
+    tokenizer = tokenizer_of(source)
+    check_vocabulary(tokenizer, arch.vocab_size)
+    sources = [default_source() if spec == "default" else parse_source(spec) for spec in wanted.data]
+    windows = load_windows(
+        sources,
+        tokenizer,
+        samples=wanted.samples,
+        length=wanted.length,
+        seed=wanted.seed,
+        allow_fewer=options.allow_fewer_samples,
+    )
+    report = asdict(windows.report)
+    if windows.ids.shape[0] < wanted.samples:
+        found = f"{windows.ids.shape[0]} windows of {wanted.length} tokens"
+        message = f"the text holds {found}, not the {wanted.samples} asked for"
+        tell(Event("prepare", message=message, warning=True))
+    return windows.ids, report
+
+
+def _account(arch: Arch, source: Checkpoint) -> tuple[dict[str, str], list[str]]:
+    """Tensors that the decoder does not read: dropped ones with the reason, and the extra ones that travel along."""
+    dropped: dict[str, str] = {}
+    extra = []
+    for name in unclaimed(arch, list(source.tensors)):
+        if name.endswith("rotary_emb.inv_freq"):
+            dropped[name] = "computed from the config"
+        elif name == f"{arch.head_module}.weight" and arch.tied_head:
+            dropped[name] = "tied to the embedding"
+        else:
+            extra.append(name)
+    return dropped, extra
+
+
+def estimate_peak_bytes(job: Job) -> int:
+    """Upper estimate of resident memory.
+
+    Libraries, embedding, one layer in float32 with its statistics, activations.
+    """
+    fixed = 600 << 20
+    tensors = job.source.tensors
+    outer = max((tensors[name].nbytes for name in job.arch.outer_shapes() if name in tensors), default=0)
+    widest = 0
+    for layer in job.arch.layers:
+        weights = sum(spec.out_features * spec.in_features for spec in layer.linears)
+        features = {site.name: layer.linear(site.linears[0]).in_features for site in layer.sites}
+        grams = sum(n * n for n in features.values()) if job.recipe.needs_calibration else 0
+        largest = max(spec.out_features * spec.in_features for spec in layer.linears)
+        widest = max(widest, 4 * weights + weights + 4 * grams + 12 * largest)
+    activations = 0
+    if job.ids is not None:
+        states = job.ids.numel() * job.arch.hidden_size * job.dtype.itemsize
+        window = job.ids.shape[1] * max(job.arch.intermediate_size * 4, job.arch.hidden_size * 8) * 4
+        activations = min(states, job.options.activation_budget) + window
+    return fixed + max(outer, widest) + activations
+
+
+def _check_memory(estimate: int) -> None:
+    total = psutil.virtual_memory().total
+    if estimate > total:
+        raise UsageError(
+            f"this run needs about {estimate / GIB:.1f} GiB of memory and the machine has {total / GIB:.1f} GiB; lower "
+            "--activation-budget, or use fewer or shorter calibration windows"
+        )
+
+
+def peak_memory_bytes() -> int:
+    """Largest resident size of this process so far, in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,132 @@
+"""AWQ inside one layer: search a factor for every smooth pair, fold it into the producer, keep the float function.
+
+Order matters. Pairs whose producer is a linear of the same layer (v→o, up→down) come first, because they change rows
+of v and up before those are judged and quantized; pairs whose producer is a norm follow. A norm's new gain is rounded
+to its storage type at once, and the linears take the factor that the rounded gain really divides by, so that folding
+into a bf16 norm costs nothing. Before the layer is used, one window runs through the float layer before and after: a
+relative change above 1e-4 undoes all folds of the layer and is reported.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from cann_llm_quant.calibrate.statistics import SiteStatistics
+from cann_llm_quant.models.arch import Arch, Layer, Site
+from cann_llm_quant.quant.awq import AwqResult, search_scale
+from cann_llm_quant.quant.fold import (
+    divide_norm_gain,
+    divide_rows,
+    multiply_columns,
+    producer_row_factor,
+    rescale_hessian,
+    tie_over_repeats,
+)
+from cann_llm_quant.quant.scheme import Scheme
+
+
+@dataclass(frozen=True)
+class Smoothed:
+    """A layer's float32 tensors after folding, statistics of the folded inputs, and each searched site's result."""
+
+    tensors: dict[str, Tensor]
+    statistics: dict[str, SiteStatistics]
+    searched: dict[str, AwqResult]
+
+
+def smooth_layer(
+    arch: Arch,
+    layer: Layer,
+    tensors: dict[str, Tensor],
+    statistics: Mapping[str, SiteStatistics],
+    schemes: Mapping[str, Scheme],
+    storage: Mapping[str, torch.dtype],
+    *,
+    clip: bool,
+) -> Smoothed:
+    """Search and fold every smooth pair of a layer.
+
+    `tensors` are float32 by stored name; their entries are replaced, so that one copy of the layer exists; `schemes`
+    go by module; `storage` is each tensor's stored dtype.
+    """
+    folded, measured = tensors, dict(statistics)
+    searched: dict[str, AwqResult] = {}
+    pairs = [s for s in layer.sites if s.producer is not None and s.name in measured]
+    for site in sorted(pairs, key=lambda s: s.producer is not None and s.producer.kind == "norm"):
+        quantized = [m for m in (layer.linear(role).module for role in site.linears) if m in schemes]
+        if not quantized:
+            continue
+        result = _search(arch, site, quantized, folded, measured[site.name], schemes, storage, clip)
+        searched[site.name] = result
+        if result.ratio is None:
+            continue
+        factor = _fold_producer(arch, layer, site, folded, result.factor, storage)
+        for role in site.linears:
+            name = f"{layer.linear(role).module}.weight"
+            folded[name] = multiply_columns(folded[name], factor)
+        measured[site.name] = _rescale(measured[site.name], factor)
+    return Smoothed(folded, measured, searched)
+
+
+def _search(
+    arch: Arch,
+    site: Site,
+    quantized: list[str],
+    tensors: Mapping[str, Tensor],
+    statistics: SiteStatistics,
+    schemes: Mapping[str, Scheme],
+    storage: Mapping[str, torch.dtype],
+    clip: bool,
+) -> AwqResult:
+    assert site.producer is not None
+    tie = None
+    if site.producer.repeat > 1:
+        tie = tie_over_repeats(arch.num_kv_heads, site.producer.repeat, arch.head_dim).to(statistics.hessian.device)
+    return search_scale(
+        [tensors[f"{module}.weight"] for module in quantized],
+        statistics.hessian,
+        statistics.mean_abs,
+        [schemes[module] for module in quantized],
+        storage[f"{quantized[0]}.weight"],
+        tie=tie,
+        clip=clip,
+    )
+
+
+def _fold_producer(
+    arch: Arch,
+    layer: Layer,
+    site: Site,
+    tensors: dict[str, Tensor],
+    factor: Float[Tensor, " in"],
+    storage: Mapping[str, torch.dtype],
+) -> Float[Tensor, " in"]:
+    """Divide the producer by the factor, in `tensors`; returns the factor that the linears must be multiplied by."""
+    producer = site.producer
+    assert producer is not None
+    if producer.kind == "norm":
+        name = next(p.name for p in layer.parameters if p.role == producer.role)
+        gain = tensors[name]
+        rounded = divide_norm_gain(gain, factor, arch.norm_offset).to(storage[name]).to(torch.float32)
+        tensors[name] = rounded
+        before, after = arch.norm_offset + gain, arch.norm_offset + rounded
+        return torch.where((after == 0) | (before == 0), factor, before / after)
+    module = layer.linear(producer.role).module
+    rows = producer_row_factor(factor, producer.repeat, arch.head_dim)
+    bias = tensors.get(f"{module}.bias")
+    tensors[f"{module}.weight"], scaled_bias = divide_rows(tensors[f"{module}.weight"], bias, rows)
+    if scaled_bias is not None:
+        tensors[f"{module}.bias"] = scaled_bias
+    return factor
+
+
+def _rescale(statistics: SiteStatistics, factor: Float[Tensor, " in"]) -> SiteStatistics:
+    return SiteStatistics(
+        rescale_hessian(statistics.hessian, factor),
+        statistics.mean_abs / factor,
+        statistics.amax / factor,
+        statistics.tokens,
+    )

@@ -1,0 +1,44 @@
+"""Quantizes in forked children that kill themselves with SIGKILL at a given progress event, then once to the end.
+
+    python kill_driver.py MODEL OUT TEXT BUDGET EVENT [EVENT ...]
+
+Prints one JSON object: how each child ended, and how many layers the last run took from the journal.
+"""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+
+from cann_llm_quant.pipeline import Event, RunOptions, quantize_model
+from cann_llm_quant.recipe import Calibration, Recipe
+
+
+def main() -> None:
+    model, out, text, budget, *points = sys.argv[1:]
+    torch.set_num_threads(1)
+    recipe = Recipe(calibration=Calibration(data=(text,), samples=6, length=32))
+    options = RunOptions(activation_budget=int(budget))
+    endings = []
+    for point in points:
+        child = os.fork()
+        if child == 0:
+            seen = 0
+
+            def die(event: Event, at: int = int(point)) -> None:
+                nonlocal seen
+                seen += 1
+                if seen == at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+            quantize_model(model, Path(out), recipe, options=options, progress=die)
+            os._exit(0)
+        endings.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    report = quantize_model(model, Path(out), recipe, options=options)
+    print(json.dumps({"endings": endings, "resumed": report.resumed_layers}))
+
+
+main()

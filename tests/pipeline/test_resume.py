@@ -1,0 +1,77 @@
+"""C55, C28: a run killed with SIGKILL at any point ends bit-identical to one that was not."""
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_models import save_text, save_tiny
+
+from cann_llm_quant.errors import ResumeError, UsageError
+from cann_llm_quant.pipeline import RunOptions, quantize_model
+from cann_llm_quant.recipe import Calibration, Recipe, WeightScheme
+
+DRIVER = Path(__file__).with_name("kill_driver.py")
+SPOOLED, IN_MEMORY = 0, 1 << 30
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def drive(model: Path, out: Path, text: Path, budget: int, points: list[int]) -> dict[str, object]:
+    command = [sys.executable, str(DRIVER), str(model), str(out), str(text), str(budget), *map(str, points)]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    return dict(json.loads(result.stdout))
+
+
+@pytest.mark.parametrize("budget", [SPOOLED, IN_MEMORY])
+def test_killed_runs_end_bit_identical(tmp_path: Path, budget: int) -> None:
+    model, text = save_tiny(tmp_path / "model"), save_text(tmp_path / "text.txt")
+    whole = drive(model, tmp_path / "whole", text, SPOOLED, [])
+    assert whole == {"endings": [], "resumed": 0}
+    # About 38 events a run: the first points fall into the first layer, the later ones into later layers.
+    points = random.Random(budget).sample(range(2, 34), 5)
+    killed = drive(model, tmp_path / "killed", text, budget, points)
+    assert -9 in killed["endings"]  # type: ignore[operator]
+    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+    assert not (tmp_path / "killed.partial").exists()
+
+
+def test_late_kill_resumes_after_the_whole_layers(tmp_path: Path) -> None:
+    model, text = save_tiny(tmp_path / "model"), save_text(tmp_path / "text.txt")
+    result = drive(model, tmp_path / "out", text, SPOOLED, [35])
+    assert result["endings"] == [-9]
+    assert result["resumed"] == 2
+
+
+def test_changed_settings_data_or_source_refuse_to_resume_and_say_what_differs(tmp_path: Path) -> None:
+    model, text = save_tiny(tmp_path / "model"), save_text(tmp_path / "text.txt")
+    recipe = Recipe(calibration=Calibration(data=(str(text),), samples=4, length=32))
+
+    def stop(event: object) -> None:
+        if getattr(event, "layer", None) == "layer 2/3":
+            raise KeyboardInterrupt
+
+    def attempt(changed: Recipe, **options: object) -> None:
+        quantize_model(str(model), tmp_path / "out", changed, options=RunOptions(**options))  # type: ignore[arg-type]
+
+    with pytest.raises(KeyboardInterrupt):
+        quantize_model(str(model), tmp_path / "out", recipe, options=RunOptions(), progress=stop)
+    with pytest.raises(ResumeError, match="group_size"):
+        attempt(recipe.model_copy(update={"scheme": WeightScheme(group_size=32)}))
+    with pytest.raises(ResumeError, match="max_shard_bytes"):
+        attempt(recipe, max_shard_bytes=1000)
+    save_text(text, seed=1)
+    with pytest.raises(ResumeError, match="corpus"):
+        attempt(recipe)
+    save_text(text)
+    save_tiny(model, seed=5)
+    with pytest.raises(ResumeError, match="source"):
+        attempt(recipe)
+    save_tiny(model)
+    attempt(recipe)
+    with pytest.raises(UsageError, match="out"):
+        attempt(recipe)
