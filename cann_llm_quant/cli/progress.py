@@ -9,13 +9,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, TextIO
+from typing import IO, Protocol, runtime_checkable
 
 from cann_llm_quant.cli.terminal import console, duration, one_line, size
 
 PLAIN_INTERVAL = 10.0  # seconds between plain lines that carry no news but the count
 
 
+@runtime_checkable
 class ProgressEvent(Protocol):
     """What long work tells while it runs.
 
@@ -39,6 +40,7 @@ class ProgressEvent(Protocol):
     def warning(self) -> bool: ...
 
 
+@runtime_checkable
 class Progress(Protocol):
     """Receives events."""
 
@@ -59,7 +61,7 @@ class Step:
 
 
 @contextmanager
-def show_progress(unit: str, stream: TextIO | None = None) -> Iterator[Progress]:
+def show_progress(unit: str, stream: IO[str] | None = None) -> Iterator[Progress]:
     """A receiver of events that draws them on `stream` (stderr); steps are counted in `unit`s."""
     stream = sys.stderr if stream is None else stream
     if not stream.isatty():
@@ -115,10 +117,11 @@ def resident_bytes() -> int:
 class PlainProgress:
     """A line for every remark and finished layer, and one now and then in between."""
 
-    def __init__(self, unit: str, stream: TextIO) -> None:
+    def __init__(self, unit: str, stream: IO[str]) -> None:
         self.stream = stream
         self.pace = Pace(unit)
         self.written = 0.0
+        self.finished: str | None = None  # the last layer whose error was written
 
     def __call__(self, event: ProgressEvent) -> None:
         if event.message:
@@ -127,9 +130,11 @@ class PlainProgress:
             return
         pace = self.pace.describe(event.done, event.total)
         now = time.monotonic()
-        if event.error is None and event.done < event.total and now - self.written < PLAIN_INTERVAL:
+        news = event.done == event.total or (event.error is not None and event.layer != self.finished)
+        if not news and now - self.written < PLAIN_INTERVAL:
             return
         self.written = now
+        self.finished = self.finished if event.error is None else event.layer
         share = f"{event.stage} {100 * event.done // event.total}%"
         line = "  ".join(part for part in (share, pace, details(event.layer, event.error)) if part)
         print(line, file=self.stream, flush=True)
@@ -138,7 +143,7 @@ class PlainProgress:
 class LiveProgress:
     """Two lines that are redrawn in place below the remarks."""
 
-    def __init__(self, unit: str, stream: TextIO) -> None:
+    def __init__(self, unit: str, stream: IO[str]) -> None:
         from rich.console import Group
         from rich.live import Live
         from rich.progress import BarColumn, TaskProgressColumn, TextColumn
@@ -152,6 +157,7 @@ class LiveProgress:
             TextColumn("{task.fields[pace]}"),
         )
         self.task = self.bars.add_task("", total=None, pace="", visible=False)
+        self.text = Text
         self.details = Text("", overflow="ellipsis", no_wrap=True, style="dim")
         self.live = Live(Group(self.bars, self.details), console=console(stream), refresh_per_second=8, transient=True)
         self.pace = Pace(unit)
@@ -166,7 +172,7 @@ class LiveProgress:
 
     def __call__(self, event: ProgressEvent) -> None:
         if event.message:
-            self.live.console.print(remark(event), style="yellow" if event.warning else None)
+            self.live.console.print(self.text(remark(event), style="yellow" if event.warning else ""))
         if not event.total:
             return
         self.error = self.error if event.error is None else event.error

@@ -75,13 +75,14 @@ def quantize(
         typer.echo(resolved.to_json())
         return
     source, folder = the_model(model, model_option), the_output(output)
+    budget, shard = parse_size(activation_budget), parse_size(max_shard_size)
     from cann_llm_quant.pipeline import RunOptions, quantize_model
 
     options = RunOptions(
         device=device,
         dtype=dtype,
-        activation_budget=parse_size(activation_budget),
-        max_shard_bytes=parse_size(max_shard_size),
+        activation_budget=budget,
+        max_shard_bytes=shard,
         revision=revision,
         allow_pickle=allow_pickle,
         ignore_source_quant=ignore_source_quant,

@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,7 +46,7 @@ def one_line(text: str) -> str:
     return printable(LINE_BREAK.sub(" ", text.strip()), keep="")
 
 
-def console(stream: TextIO) -> "Console":
+def console(stream: IO[str]) -> "Console":
     """A rich console that writes strings as they are: no markup, no highlighted numbers, no emoji codes.
 
     Off a terminal it is wide enough that no table is cut.
