@@ -1,0 +1,81 @@
+"""Whether a source that is about to be quantized is already quantized, by what it stores and not only by what it says.
+
+Quantizing packed codes as if they were weights would give noise, so such a source is refused until a reader turns it
+into plain weights; a `quantization_config` that no stored tensor backs is stale and would mislead whoever loads the
+output.
+"""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cann_llm_quant.checkpoint.base import TensorInfo
+from cann_llm_quant.errors import CheckpointError, UnsupportedError
+
+CONFIG_KEYS = ("quantization_config", "compression_config")
+_PACKED_SUFFIXES = (
+    ".qweight",
+    ".qzeros",
+    ".weight_packed",
+    ".weight_scale",
+    ".weight_scale_inv",
+    ".weight_zero_point",
+    ".weight.absmax",
+    ".weight.quant_map",
+    ".weight_blocks",
+    ".SCB",
+)
+_CODE_DTYPES = (
+    torch.int8,
+    torch.uint8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+)
+
+
+def float_source_config(
+    path: Path, config: Mapping[str, Any], tensors: Iterable[TensorInfo], *, ignore_stale: bool
+) -> dict[str, Any]:
+    """The config of a source that really stores float weights, without a stale quantization field.
+
+    Raises UnsupportedError naming the method when the tensors are quantized; CheckpointError when only the config says
+    so and `ignore_stale` is not set.
+    """
+    claimed = {key: config[key] for key in CONFIG_KEYS if config.get(key)}
+    evidence = next((info for info in tensors if is_quantized_tensor(info)), None)
+    if evidence is not None:
+        raise UnsupportedError(
+            f"{path} is already quantized ({_method(claimed)}: tensor {evidence.name!r} is stored as "
+            f"{_short(evidence.dtype)}); give the float model it was made from"
+        )
+    if claimed and not ignore_stale:
+        raise CheckpointError(
+            f"{path / 'config.json'}: {next(iter(claimed))} says {_method(claimed)}, but no tensor is quantized, so "
+            "the field is stale; remove it or pass --ignore-source-quant to drop it"
+        )
+    return {key: value for key, value in config.items() if key not in claimed}
+
+
+def is_quantized_tensor(info: TensorInfo) -> bool:
+    """Whether a stored tensor holds codes or scales of a quantized matrix rather than a plain parameter or buffer."""
+    if info.name.endswith(_PACKED_SUFFIXES):
+        return True
+    return info.name.endswith("weight") and info.dtype in _CODE_DTYPES
+
+
+def _method(claimed: Mapping[str, Any]) -> str:
+    for section in claimed.values():
+        if isinstance(section, dict) and isinstance(section.get("quant_method"), str):
+            return str(section["quant_method"])
+    return "method not named in config.json"
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
