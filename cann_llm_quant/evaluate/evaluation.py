@@ -43,9 +43,7 @@ def evaluate(
         require_finite(q, "candidate" if reference else "evaluated", index, windows.stream_index)
         nll.append(_finite(token_nll(q, ids, first), "negative log-likelihood", index))
         if p is not None:
-            reference_nll.append(
-                _finite(token_nll(p, ids, first), "reference negative log-likelihood", index)
-            )
+            reference_nll.append(_finite(token_nll(p, ids, first), "reference negative log-likelihood", index))
             kl_row, same_row = divergence(p, q, windows.overlap[index])
             kl.append(_finite(kl_row, "KL divergence", index))
             same.append(same_row)

@@ -27,9 +27,7 @@ def row_chunks(rows: int, columns: int) -> Iterator[slice]:
         yield slice(start, min(rows, start + step))
 
 
-def token_nll(
-    logits: Float[Tensor, "seq vocab"], ids: Int[Tensor, " seq"], first: int
-) -> Float64[Tensor, " scored"]:
+def token_nll(logits: Float[Tensor, "seq vocab"], ids: Int[Tensor, " seq"], first: int) -> Float64[Tensor, " scored"]:
     """Nats of the tokens at positions `first` (>= 1) and later, each under the logits one position before.
 
     Raises UsageError when an id lies outside the logits' vocabulary.

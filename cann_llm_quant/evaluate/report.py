@@ -86,9 +86,7 @@ def compare(a: EvaluationResult, b: EvaluationResult) -> Comparison:
     """How b stands against a. Raises UsageError naming the settings that differ."""
     settings_a, settings_b = asdict(a.settings), asdict(b.settings)
     different = [
-        f"{key} ({settings_a[key]} / {settings_b[key]})"
-        for key in settings_a
-        if settings_a[key] != settings_b[key]
+        f"{key} ({settings_a[key]} / {settings_b[key]})" for key in settings_a if settings_a[key] != settings_b[key]
     ]
     if different:
         raise UsageError(f"these results do not compare, their settings differ: {', '.join(different)}")
@@ -111,9 +109,7 @@ def parse_fraction(value: str | float, option: str) -> float:
     except ValueError:
         number = math.nan
     if not math.isfinite(number) or number < 0:
-        raise UsageError(
-            f"{option} {text!r} is not a fraction; write a percentage such as 1% or a number such as 0.01"
-        )
+        raise UsageError(f"{option} {text!r} is not a fraction; write a percentage such as 1% or a number such as 0.01")
     return number
 
 
@@ -151,7 +147,5 @@ def check_thresholds(
     if measured.kl > limits.get("--max-kl", math.inf):
         failures.append(f"KL divergence {measured.kl:.6f} exceeds --max-kl {limits['--max-kl']:g}")
     if measured.top1_agreement < limits.get("--min-top1", 0.0):
-        failures.append(
-            f"top-1 agreement {measured.top1_agreement:.3%} is below --min-top1 {limits['--min-top1']:.3%}"
-        )
+        failures.append(f"top-1 agreement {measured.top1_agreement:.3%} is below --min-top1 {limits['--min-top1']:.3%}")
     return failures

@@ -13,13 +13,16 @@ windows x (window - 1) tokens.
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from cann_llm_quant.errors import CorpusError, UsageError
+from cann_llm_quant.tokenizer import adds_bos
+from cann_llm_quant.tokenizer import bos_id as bos_of
 
 BosRule = Literal["auto", "each-window", "none"]
 
@@ -62,23 +65,15 @@ class EvaluationWindows:
         return hashlib.sha256(self.ids.to(torch.int64).numpy().astype("<i8").tobytes()).hexdigest()
 
 
-def own_bos(tokenizer: Any, rule: BosRule = "auto") -> int | None:
+def own_bos(tokenizer: PreTrainedTokenizerBase, rule: BosRule = "auto") -> int | None:
     """The id that `cut_windows` is to put before every window under this rule, or None.
 
-    `auto` asks whether the tokenizer itself puts its BOS before a text. Raises UsageError when
-    `each-window` is asked of a tokenizer that has no BOS.
+    `auto` asks whether the tokenizer itself puts its BOS before a text. Raises InputError when `each-window` is
+    asked of a tokenizer that has no BOS.
     """
-    bos_id: int | None = tokenizer.bos_token_id
-    if rule == "none":
+    if rule == "none" or (rule == "auto" and not adds_bos(tokenizer)):
         return None
-    if rule == "each-window":
-        if bos_id is None:
-            raise UsageError(
-                "--bos each-window needs a tokenizer with a BOS token; this one has none: use --bos none"
-            )
-        return bos_id
-    encoded = list(tokenizer("a")["input_ids"])
-    return bos_id if bos_id is not None and encoded[:1] == [bos_id] else None
+    return bos_of(tokenizer)
 
 
 def cut_windows(

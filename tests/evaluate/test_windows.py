@@ -6,17 +6,20 @@ import struct
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
-from cann_llm_quant.errors import CorpusError, UsageError
+from cann_llm_quant.errors import CorpusError, InputError, UsageError
 from cann_llm_quant.evaluate.windows import cut_windows, own_bos
 
 
-class FakeTokenizer:
-    def __init__(self, bos_token_id: int | None, adds: bool) -> None:
-        self.bos_token_id, self.adds = bos_token_id, adds
-
-    def __call__(self, text: str) -> dict[str, list[int]]:
-        return {"input_ids": [self.bos_token_id, 5] if self.adds else [5]}
+def word_tokenizer(*, bos: str | None, adds: bool) -> PreTrainedTokenizerFast:
+    inner = Tokenizer(WordLevel({"<s>": 0, "</s>": 1, "<unk>": 2, "a": 3}, unk_token="<unk>"))
+    if adds:
+        inner.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token=bos, eos_token="</s>")
 
 
 def scored_stream_indices(windows) -> list[int]:
@@ -55,13 +58,13 @@ def test_c73_bos_is_never_doubled(bos) -> None:
 
 
 def test_c73_auto_follows_the_tokenizer() -> None:
-    assert own_bos(FakeTokenizer(2, adds=True)) == 2
-    assert own_bos(FakeTokenizer(2, adds=False)) is None
-    assert own_bos(FakeTokenizer(None, adds=False)) is None
-    assert own_bos(FakeTokenizer(2, adds=False), "each-window") == 2
-    assert own_bos(FakeTokenizer(2, adds=True), "none") is None
-    with pytest.raises(UsageError, match="each-window"):
-        own_bos(FakeTokenizer(None, adds=False), "each-window")
+    assert own_bos(word_tokenizer(bos="<s>", adds=True)) == 0
+    assert own_bos(word_tokenizer(bos="<s>", adds=False)) is None
+    assert own_bos(word_tokenizer(bos=None, adds=False)) is None
+    assert own_bos(word_tokenizer(bos="<s>", adds=False), "each-window") == 0
+    assert own_bos(word_tokenizer(bos="<s>", adds=True), "none") is None
+    with pytest.raises(InputError, match="BOS"):
+        own_bos(word_tokenizer(bos=None, adds=False), "each-window")
     assert cut_windows(range(8), window=4, bos_id=None, bos="auto").bos == "none"
     assert cut_windows(range(8), window=4, bos_id=9, bos="auto").bos == "each-window"
     assert cut_windows(range(8), window=4, bos_id=9, bos="none").ids[0, 0] == 0

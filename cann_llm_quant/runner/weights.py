@@ -1,0 +1,110 @@
+"""A model for running: linears that are stored packed stay packed, everything else is loaded in the compute dtype.."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from cann_llm_quant.checkpoint import Checkpoint, open_checkpoint
+from cann_llm_quant.checkpoint.companion_tokenizer import tokenizer_of
+from cann_llm_quant.errors import CheckpointError
+from cann_llm_quant.export.native_reader import NativeCheckpoint, is_native, open_native
+from cann_llm_quant.models import arch_from_checkpoint
+from cann_llm_quant.models.arch import Arch, LinearSpec
+from cann_llm_quant.models.decoder import DecoderLayer, DecoderModel, DenseLinear, LinearOp
+from cann_llm_quant.models.weights import load_model
+from cann_llm_quant.runner.linear import packed_linear
+from cann_llm_quant.runner.stop import end_ids
+from cann_llm_quant.tokenizer import check_vocabulary
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model with its tokenizer and the ids that end a text."""
+
+    model: DecoderModel
+    tokenizer: PreTrainedTokenizerBase
+    end_ids: frozenset[int]
+
+
+def load_packed(path: str, device: torch.device, dtype: torch.dtype, kernel: str = "auto") -> LoadedModel:
+    """The model at `path`: what `quantize` wrote, from packed weights, or any float checkpoint (folder, GGUF, hub id).
+
+    Raises InputError's kinds when files are missing, contradict each other or are unknown.
+    """
+    with _open(path) as checkpoint:
+        arch = arch_from_checkpoint(checkpoint)
+        tokenizer = tokenizer_of(checkpoint)
+        check_vocabulary(tokenizer, arch.vocab_size)
+        ends = end_ids(checkpoint.config, _generation_config(checkpoint), tokenizer.eos_token_id)
+        if isinstance(checkpoint, NativeCheckpoint):
+            model = _PackedLoader(checkpoint, arch, device, dtype, kernel).model()
+        else:
+            model = load_model(checkpoint, arch, device, dtype)
+    return LoadedModel(model, tokenizer, ends)
+
+
+def _open(path: str) -> Checkpoint:
+    return open_native(Path(path)) if is_native(Path(path)) else open_checkpoint(path)
+
+
+def _generation_config(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    content = checkpoint.companion_files().get("generation_config.json")
+    if content is None:
+        return {}
+    try:
+        document = json.loads(content)
+    except ValueError as error:
+        raise CheckpointError(f"{checkpoint.path}/generation_config.json is not JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise CheckpointError(f"{checkpoint.path}/generation_config.json holds no JSON object")
+    return document
+
+
+@dataclass(frozen=True)
+class _PackedLoader:
+    """Builds a decoder over packed linears, one matrix in memory at a time beside what is kept."""
+
+    checkpoint: NativeCheckpoint
+    arch: Arch
+    device: torch.device
+    dtype: torch.dtype
+    kernel: str
+
+    def model(self) -> DecoderModel:
+        arch = self.arch
+        layers = [self._layer(index) for index in range(arch.num_layers)]
+        embedding = self._tensor(arch.embedding_name)
+        if arch.tied_head:
+            head: LinearOp = DenseLinear(embedding)
+        else:
+            head = self._linear(arch.head_module, (arch.vocab_size, arch.hidden_size), None)
+        return DecoderModel(arch, layers, embedding, self._tensor(arch.final_norm_name), head)
+
+    def _layer(self, index: int) -> DecoderLayer:
+        layer = self.arch.layers[index]
+        linears = {spec.role: self._linear_of(spec) for spec in layer.linears}
+        parameters = {spec.role: self._tensor(spec.name) for spec in layer.parameters}
+        return DecoderLayer(self.arch, layer, linears, parameters)
+
+    def _linear_of(self, spec: LinearSpec) -> LinearOp:
+        bias = self._tensor(f"{spec.module}.bias") if spec.bias else None
+        return self._linear(spec.module, (spec.out_features, spec.in_features), bias)
+
+    def _linear(self, module: str, shape: tuple[int, int], bias: Tensor | None) -> LinearOp:
+        packed = self.checkpoint.quantized(module)
+        if packed is None:
+            return DenseLinear(self._tensor(f"{module}.weight"), bias)
+        if packed.shape != shape:
+            raise CheckpointError(
+                f"{self.checkpoint.path}: {module} is packed as {list(packed.shape)}, config says {list(shape)}"
+            )
+        return packed_linear(packed, bias, device=self.device, dtype=self.dtype, kernel=self.kernel)
+
+    def _tensor(self, name: str) -> Tensor:
+        return self.checkpoint.load(name).to(device=self.device, dtype=self.dtype)
