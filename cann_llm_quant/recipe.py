@@ -54,8 +54,8 @@ class Calibration(_Document):
     """Text that calibration runs on: `samples` windows of `length` tokens; `default` is the text inside the package."""
 
     data: tuple[str, ...] = ("default",)
-    samples: int = Field(128, gt=0)
-    length: int = Field(512, gt=1)
+    samples: int = Field(default=128, gt=0)
+    length: int = Field(default=512, gt=1)
     seed: int = 0
 
 
@@ -64,7 +64,7 @@ class Recipe(_Document):
 
     method: Literal["rtn", "awq"] = "awq"
     scheme: WeightScheme = WeightScheme()
-    clip: bool | None = Field(None, description="search each group's range; null: yes for awq, no for rtn")
+    clip: bool | None = Field(default=None, description="search each group's range; null: yes for awq, no for rtn")
     rules: tuple[Rule, ...] = ()
     on_misfit: Literal["error", "smaller", "skip"] = "error"
     expand_fusion_groups: bool = True

@@ -65,9 +65,8 @@ class HiddenStates:
             return
         with self.path(self.index).open("rb") as file:
             for _ in range(self.shape[0]):
-                window = torch.empty(1, *self.shape[1:], dtype=self.dtype)
-                file.readinto(memoryview(window.view(torch.uint8).numpy()).cast("B"))
-                yield window.to(self._device)
+                window = torch.frombuffer(bytearray(file.read(self._window_bytes)), dtype=self.dtype)
+                yield window.view(1, *self.shape[1:]).to(self._device)
 
     def advance(self, layer: DecoderLayer, *, check_finite: bool = True) -> Iterator[int]:
         """Replace the states by `layer`'s outputs; yields the number of windows done.
@@ -98,7 +97,7 @@ class HiddenStates:
         unfinished = self.path(index).with_suffix(".tmp")
         with unfinished.open("wb") as file:
             for done, state in enumerate(windows):
-                file.write(memoryview(state.cpu().contiguous().view(torch.uint8).numpy()).cast("B"))
+                file.write(state.cpu().contiguous().view(torch.uint8).numpy().tobytes())
                 yield done + 1
             file.flush()
             os.fsync(file.fileno())

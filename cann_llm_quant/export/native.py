@@ -91,7 +91,7 @@ def read_linear(checkpoint: Checkpoint, module: str) -> QuantizedTensor | None:
 def _config_bits(config: Mapping[str, Any]) -> tuple[int, ...]:
     groups = (config.get("quantization_config") or {}).get("config_groups") or {}
     found = {(group.get("weights") or {}).get("num_bits") for group in groups.values()}
-    known = sorted(int(b) for b in found if b in INT_BITS.values())
+    known = [bits for bits in sorted(INT_BITS.values()) if bits in found]
     return tuple(known) or (4, 8)
 
 

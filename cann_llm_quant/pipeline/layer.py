@@ -63,7 +63,8 @@ def quantize_layer(
         )
         for module, scheme in schemes.items()
     }
-    smoothed, warnings = Smoothed(tensors, dict(statistics), {}), ()
+    smoothed = Smoothed(tensors, dict(statistics), {})
+    warnings: tuple[str, ...] = ()
     if recipe.method == "awq" and probe is not None:
         smoothed, warnings = _smooth_checked(arch, layer, tensors, load, statistics, schemes, storage, recipe, probe)
     stored: dict[str, Tensor] = {}

@@ -7,6 +7,7 @@ running the stored quantized layers again: the same arithmetic, so the same bits
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from cann_llm_quant.models.weights import build_layer, load_layer
 from cann_llm_quant.pipeline.closing import output_files, summarize
 from cann_llm_quant.pipeline.layer import LayerResult, quantize_layer
 from cann_llm_quant.pipeline.prepare import Job, prepare
-from cann_llm_quant.pipeline.request import Event, QuantizeReport, RunOptions
+from cann_llm_quant.pipeline.request import Event, QuantizeReport, RunOptions, Stage
 from cann_llm_quant.recipe import Recipe
 
 EMBEDDING, HEAD, EXTRA = "embedding", "head", "extra"
@@ -95,9 +96,7 @@ def _quantize_layers(job: Job, writer: CheckpointWriter, finished: int, tell: Te
         statistics: dict[str, SiteStatistics] = {}
         probe = None
         if states is not None:
-            statistics = _measure(
-                job, layer, states, lambda n, d=done, k=name: tell(Event("calibrate", d + n, total, k))
-            )
+            statistics = _measure(job, layer, states, partial(_tell_pass, tell, "calibrate", done, total, name))
             probe = next(states.windows())
         tell(Event("solve", done + windows, total, name))
         result = _solve(job, layer, statistics, probe)
@@ -107,11 +106,17 @@ def _quantize_layers(job: Job, writer: CheckpointWriter, finished: int, tell: Te
         if states is not None and layer.index + 1 < len(layers):
             running = _build(job, layer, result.running)
             for window in states.advance(running):
-                tell(Event("propagate", done + windows + window, total, name, error))
+                _tell_pass(tell, "propagate", done + windows, total, name, window, error)
         writer.write_unit(f"layer.{layer.index}", result.stored, result.record)
         if states is not None:
             states.forget_before(layer.index + 1)
         tell(Event("solve", done + max(1, 2 * windows), total, name, error))
+
+
+def _tell_pass(
+    tell: Tell, stage: Stage, done: int, total: int, layer: str, window: int, error: float | None = None
+) -> None:
+    tell(Event(stage, done + window, total, layer, error))
 
 
 def _states_before(job: Job, writer: CheckpointWriter, index: int, tell: Tell) -> HiddenStates:

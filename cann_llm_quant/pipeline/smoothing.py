@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from cann_llm_quant.calibrate.statistics import SiteStatistics
@@ -21,8 +21,8 @@ from cann_llm_quant.quant.fold import (
     divide_norm_gain,
     divide_rows,
     multiply_columns,
-    producer_row_factor,
     rescale_hessian,
+    spread_rows,
     tie_over_repeats,
 )
 from cann_llm_quant.quant.scheme import Scheme
@@ -81,19 +81,24 @@ def _search(
     storage: Mapping[str, torch.dtype],
     clip: bool,
 ) -> AwqResult:
-    assert site.producer is not None
-    tie = None
-    if site.producer.repeat > 1:
-        tie = tie_over_repeats(arch.num_kv_heads, site.producer.repeat, arch.head_dim).to(statistics.hessian.device)
+    tie = _shared_rows(arch, site)
     return search_scale(
         [tensors[f"{module}.weight"] for module in quantized],
         statistics.hessian,
         statistics.mean_abs,
         [schemes[module] for module in quantized],
         storage[f"{quantized[0]}.weight"],
-        tie=tie,
+        tie=None if tie is None else tie.to(statistics.hessian.device),
         clip=clip,
     )
+
+
+def _shared_rows(arch: Arch, site: Site) -> Int[Tensor, " in"] | None:
+    """For each input channel the producer row that feeds it, where one row feeds several channels."""
+    producer = site.producer
+    if producer is None or producer.repeat == 1:
+        return None
+    return tie_over_repeats(arch.num_kv_heads, producer.repeat, arch.head_dim)
 
 
 def _fold_producer(
@@ -115,7 +120,8 @@ def _fold_producer(
         before, after = arch.norm_offset + gain, arch.norm_offset + rounded
         return torch.where((after == 0) | (before == 0), factor, before / after)
     module = layer.linear(producer.role).module
-    rows = producer_row_factor(factor, producer.repeat, arch.head_dim)
+    tie = _shared_rows(arch, site)
+    rows = factor if tie is None else spread_rows(factor, tie.to(factor.device))
     bias = tensors.get(f"{module}.bias")
     tensors[f"{module}.weight"], scaled_bias = divide_rows(tensors[f"{module}.weight"], bias, rows)
     if scaled_bias is not None:
