@@ -15,10 +15,13 @@ import typer.main
 from typer.core import TyperGroup
 
 from cann_llm_quant import __version__
+from cann_llm_quant.cli.export import export
 from cann_llm_quant.cli.failure import report_failure
 from cann_llm_quant.cli.help import CONTEXT_SETTINGS, SectionedCommand
 from cann_llm_quant.cli.inspect import inspect
+from cann_llm_quant.cli.perplexity import perplexity
 from cann_llm_quant.cli.quantize import quantize
+from cann_llm_quant.cli.run import run
 from cann_llm_quant.cli.terminal import Reply, quiet_libraries, replace_unencodable
 
 PROGRAM = "cann-llm-quant"
@@ -33,7 +36,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings=CONTEXT_SETTINGS,
 )
-for command in (quantize, inspect):
+for command in (quantize, perplexity, run, inspect, export):
     app.command(cls=SectionedCommand, context_settings=CONTEXT_SETTINGS)(command)
 
 

@@ -91,7 +91,7 @@ def quantize(
         overwrite=overwrite,
         tensor_parallel=tensor_parallel,
     )
-    with show_progress("windows") as progress:
+    with show_progress("passes") as progress:
         report = quantize_model(source, folder, resolved, options=options, progress=progress)
     Reply(json).result(report.to_json(), lambda console: draw(console, report))
 

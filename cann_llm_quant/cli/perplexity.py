@@ -1,0 +1,205 @@
+"""`perplexity`: how well a model predicts a text and, with `--reference`, how far it is from another model."""
+
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from cann_llm_quant.cli.models import OpenModel, open_model
+from cann_llm_quant.cli.options import AllowPickle, Debug, Json, Model, Revision, parse_size
+from cann_llm_quant.cli.progress import Step, show_progress
+from cann_llm_quant.cli.terminal import Reply, printable
+from cann_llm_quant.errors import UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from cann_llm_quant.evaluate.perplexity import Logits
+    from cann_llm_quant.evaluate.report import EvaluationResult
+    from cann_llm_quant.evaluate.windows import EvaluationWindows
+
+DEFAULT_WINDOW = 1024
+THRESHOLDS = "Thresholds (exit code 1 when missed)"
+
+
+@dataclass(frozen=True)
+class TextRules:
+    """Which text is scored, and how it is cut; `data` None is the held-out text inside the package."""
+
+    data: str | None
+    window: int | None
+    stride: int | None
+    max_windows: int | None
+    bos: Literal["auto", "each-window", "none"]
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Where and how the layers run."""
+
+    device: str
+    dtype: str
+    budget: int
+
+
+def perplexity(
+    model: Model,
+    reference: Annotated[
+        str | None,
+        typer.Option("--reference", metavar="MODEL", help="The float model to compare with.", show_default=False),
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option("--data", metavar="SOURCE", help="Text to score. [default: held-out text inside the package]"),
+    ] = None,
+    window: Annotated[
+        int | None,
+        typer.Option("--window", metavar="N", help="Tokens in a window. [default: 1024, or the model's limit]"),
+    ] = None,
+    stride: Annotated[
+        int | None,
+        typer.Option("--stride", metavar="N", help="Tokens between windows. [default: the window: disjoint]"),
+    ] = None,
+    max_windows: Annotated[
+        int | None, typer.Option("--max-windows", metavar="N", help="Score the first N windows only. [default: all]")
+    ] = None,
+    bos: Annotated[
+        Literal["auto", "each-window", "none"],
+        typer.Option("--bos", help="BOS before every window; auto follows the tokenizer's own rule."),
+    ] = "auto",
+    max_increase: Annotated[
+        str | None,
+        typer.Option("--max-increase", metavar="SHARE", help="Of perplexity, such as 1%.", rich_help_panel=THRESHOLDS),
+    ] = None,
+    max_kl: Annotated[
+        float | None,
+        typer.Option("--max-kl", metavar="NATS", help="KL divergence per token.", rich_help_panel=THRESHOLDS),
+    ] = None,
+    min_top1: Annotated[
+        str | None,
+        typer.Option(
+            "--min-top1", metavar="SHARE", help="Same most likely token, such as 95%.", rich_help_panel=THRESHOLDS
+        ),
+    ] = None,
+    activation_budget: Annotated[
+        str,
+        typer.Option("--activation-budget", metavar="SIZE", help="Activations kept in memory before they go to disk."),
+    ] = "2GiB",
+    device: Annotated[str, typer.Option("--device", metavar="DEVICE", help="cpu, cuda or npu, also cuda:1.")] = "cpu",
+    dtype: Annotated[str, typer.Option("--dtype", metavar="DTYPE", help="fp32, bf16 or fp16.")] = "fp32",
+    revision: Revision = None,
+    allow_pickle: AllowPickle = False,
+    json: Json = False,
+    debug: Debug = False,
+) -> int:
+    """Measure perplexity; with a reference also KL divergence and top-1 agreement. One layer is in memory at a time."""
+    if reference is None and (max_increase, max_kl, min_top1) != (None, None, None):
+        raise UsageError("thresholds compare with a reference model; add --reference MODEL")
+    rules = TextRules(data, window, stride, max_windows, bos)
+    compute = Compute(device, dtype, parse_size(activation_budget))
+    from cann_llm_quant.evaluate.report import check_thresholds
+
+    with ExitStack() as stack:
+        models = [open_model(model, revision=revision, allow_pickle=allow_pickle)]
+        stack.enter_context(models[0].checkpoint)
+        if reference is not None:
+            models.append(open_model(reference, allow_pickle=allow_pickle))
+            stack.enter_context(models[1].checkpoint)
+        result = measure(models, rules, compute)
+    missed = check_thresholds(result, max_increase=max_increase, max_kl=max_kl, min_top1=min_top1)
+    value = {"model": model, "reference": reference, "text": data or "default", "dtype": dtype, **result.to_json()}
+    value |= {"missed": missed, "exit_code": 1} if missed else {}
+    reply = Reply(json)
+    reply.result(value, lambda console: draw(console, value, result), status="failed" if missed else "ok")
+    for sentence in missed:
+        reply.note(f"error: {sentence}")
+    return 1 if missed else 0
+
+
+def measure(models: list[OpenModel], rules: TextRules, compute: Compute) -> "EvaluationResult":
+    """Evaluate the first model, beside the second if there is one, on the same windows."""
+    from cann_llm_quant.evaluate.evaluation import evaluate
+
+    windows = cut_text(models, rules)
+    passes = [model.arch.num_layers * len(windows.ids) for model in models]
+    with show_progress("passes") as progress:
+
+        def step(stage: str, before: int) -> Callable[[int, int], None]:
+            return lambda done, total: progress(Step(stage, before + done, sum(passes)))
+
+        candidate = streamed(models[0], compute, step("evaluate", 0))
+        reference = streamed(models[1], compute, step("reference", passes[0])) if len(models) > 1 else None
+        return evaluate(candidate, windows, reference=reference)
+
+
+def cut_text(models: list[OpenModel], rules: TextRules) -> "EvaluationWindows":
+    """The text as windows of the candidate's tokens.
+
+    Raises UsageError for windows longer than a model's positions and for models of different vocabularies.
+    """
+    from cann_llm_quant.corpus import default_evaluation_source, load_text, parse_source
+    from cann_llm_quant.evaluate.windows import cut_windows, own_bos
+    from cann_llm_quant.tokenizer import encode
+
+    sizes = [model.arch.vocab_size for model in models]
+    if len(set(sizes)) > 1:
+        raise UsageError(
+            f"the model's vocabulary has {sizes[0]} entries and the reference's {sizes[1]}; they do not compare"
+        )
+    limit = min(model.arch.max_positions for model in models)
+    window = min(DEFAULT_WINDOW, limit) if rules.window is None else rules.window
+    if window > limit:
+        raise UsageError(f"--window {window} exceeds the model's {limit} positions; use --window {limit} or less")
+    tokenizer = models[0].tokenizer()
+    source = default_evaluation_source() if rules.data is None else parse_source(rules.data)
+    text = load_text(source, tokenizer).text
+    return cut_windows(
+        encode(tokenizer, text, bos=False),
+        window=window,
+        stride=rules.stride,
+        max_windows=rules.max_windows,
+        bos_id=own_bos(tokenizer, rules.bos),
+        bos=rules.bos,
+        text=text,
+    )
+
+
+def streamed(model: OpenModel, compute: Compute, progress: Callable[[int, int], None]) -> "Logits":
+    """The model's logits, computed with one layer in memory at a time."""
+    from cann_llm_quant.calibrate.streamed_logits import StreamedLogits
+    from cann_llm_quant.device import resolve_device, resolve_dtype
+
+    return StreamedLogits(
+        model.checkpoint,
+        model.arch,
+        device=resolve_device(compute.device),
+        dtype=resolve_dtype(compute.dtype),
+        budget=compute.budget,
+        progress=progress,
+    )
+
+
+def draw(console: "Console", value: dict[str, Any], result: "EvaluationResult") -> None:
+    """The result for people."""
+    console.print(f"perplexity {result.perplexity:.4f}", style="bold")
+    for title, text in facts(value, result):
+        console.print(f"  {title:<13} {printable(text)}", soft_wrap=True)
+
+
+def facts(value: dict[str, Any], result: "EvaluationResult") -> Iterable[tuple[str, str]]:
+    """Title and text of the lines below the perplexity: comparison first, then the rules it was measured under."""
+    measured = result.divergence
+    if measured is not None and result.increase is not None:
+        yield "reference", f"perplexity {measured.reference_perplexity:.4f}, so an increase of {result.increase:+.2%}"
+        error = "" if measured.kl_stderr is None else f" ± {measured.kl_stderr:.2g}"
+        yield "KL divergence", f"{measured.kl:.5f}{error} nats per token (99th percentile {measured.kl_p99:.3g})"
+        yield "top-1", f"{measured.top1_agreement:.2%} of tokens have the same most likely successor"
+    rules = result.settings
+    cut = "disjoint" if rules.stride == rules.window else f"stride {rules.stride}"
+    bos = "BOS before each" if rules.bos == "each-window" else "no BOS"
+    yield "windows", f"{rules.windows} of {rules.window} tokens, {cut}, {bos}; {result.tokens} tokens scored"
+    if result.bits_per_byte is not None:
+        yield "bits per byte", f"{result.bits_per_byte:.4f}"
+    yield "text", f"{value['text']}, sha256 {(rules.text_sha256 or '')[:12]}"
