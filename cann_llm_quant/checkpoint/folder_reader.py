@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -17,6 +17,7 @@ from cann_llm_quant.checkpoint.safetensors_reader import SafetensorsShard
 from cann_llm_quant.errors import CheckpointError
 
 
+@runtime_checkable
 class Shard(Protocol):
     """One weight file: what it holds, and one tensor of it at a time."""
 

@@ -1,6 +1,6 @@
 """The head of a GGUF file: metadata and the table of tensors, without touching tensor data.
 
-Layout, little-endian: "GGUF" | u32 version | u64 tensors | u64 pairs | pairs: string key, u32 type, value | tensor infos:
+Layout, little-endian: "GGUF" | u32 version | u64 tensors | u64 pairs | pairs: string key, u32 type, value | tensors:
 string name, u32 n, n x u64 sizes (fastest first), u32 type, u64 offset from the data's start | padding to
 `general.alignment` | data. A string is a u64 length and UTF-8; an array is u32 element type, u64 count, elements.
 Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The gguf package's reader makes several array objects
@@ -46,7 +46,7 @@ class GgufHeader:
     nbytes: int
 
 
-class _Damaged(Exception):
+class _DamageError(Exception):
     """The bytes contradict the format; the message says how."""
 
 
@@ -60,12 +60,12 @@ def read_header(path: Path, *, skip: Collection[str] = ()) -> GgufHeader:
     try:
         with path.open("rb") as file:
             if file.read(4) != b"GGUF":
-                raise _Damaged("it does not begin with GGUF")
+                raise _DamageError("it does not begin with GGUF")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 return _parse(_Cursor(data), path, skip)
     except OSError as error:
         raise read_failure(path, error) from error
-    except _Damaged as error:
+    except _DamageError as error:
         raise CheckpointError(f"{path} is not a valid GGUF file ({error}); fetch it again") from error
 
 
@@ -79,7 +79,7 @@ class _Cursor:
     def take(self, count: int) -> bytes:
         end = self.position + count
         if end > len(self.data):
-            raise _Damaged(f"truncated in its header: it needs at least {end} bytes and has {len(self.data)}")
+            raise _DamageError(f"truncated in its header: it needs at least {end} bytes and has {len(self.data)}")
         taken = self.data[self.position : end]
         self.position = end
         return taken
@@ -94,7 +94,7 @@ class _Cursor:
         try:
             return self.take(self.number("Q")).decode("utf-8")
         except UnicodeDecodeError as error:
-            raise _Damaged(f"a string before byte {self.position} is not UTF-8") from error
+            raise _DamageError(f"a string before byte {self.position} is not UTF-8") from error
 
     def value(self, kind: int, keep: bool) -> Any:
         if kind in _SCALARS:
@@ -102,13 +102,13 @@ class _Cursor:
         if kind == _STRING:
             return self.string()
         if kind != _ARRAY:
-            raise _Damaged(f"metadata of unknown type {kind}")
+            raise _DamageError(f"metadata of unknown type {kind}")
         element, count = self.number("I"), self.number("Q")
         if element in _SCALARS:
             values = self.numbers(_SCALARS[element], count)
             return list(values) if keep else None
         if element != _STRING:
-            raise _Damaged(f"an array of unknown type {element}")
+            raise _DamageError(f"an array of unknown type {element}")
         if keep:
             return [self.string() for _ in range(count)]
         for _ in range(count):
@@ -127,21 +127,21 @@ def _parse(cursor: _Cursor, path: Path, skip: Collection[str]) -> GgufHeader:
     for _ in range(pair_count):
         key = cursor.string()
         if key in metadata:
-            raise _Damaged(f"metadata {key} occurs twice")
+            raise _DamageError(f"metadata {key} occurs twice")
         metadata[key] = cursor.value(cursor.number("I"), key not in skip)
     infos = [_tensor_info(cursor, path) for _ in range(tensor_count)]
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
-        raise _Damaged(f"general.alignment {alignment} is not a power of two")
+        raise _DamageError(f"general.alignment {alignment} is not a power of two")
     start = -(-cursor.position // alignment) * alignment
     tensors = {
         name: StoredTensor(kind, shape, start + at, _nbytes(name, kind, shape)) for name, kind, shape, at in infos
     }
     if len(tensors) != tensor_count:
-        raise _Damaged("a tensor name occurs twice")
+        raise _DamageError("a tensor name occurs twice")
     expected = max((t.offset + t.nbytes for t in tensors.values()), default=0)
     if expected > len(cursor.data):
-        raise _Damaged(f"truncated: its header describes {expected} bytes, the file has {len(cursor.data)}")
+        raise _DamageError(f"truncated: its header describes {expected} bytes, the file has {len(cursor.data)}")
     return GgufHeader({key: value for key, value in metadata.items() if value is not None}, tensors, cursor.position)
 
 
@@ -149,7 +149,7 @@ def _tensor_info(cursor: _Cursor, path: Path) -> tuple[str, GGMLQuantizationType
     name = cursor.string()
     dimensions = cursor.number("I")
     if not 0 < dimensions <= _MAX_DIMENSIONS:
-        raise _Damaged(f"tensor {name!r} has {dimensions} dimensions")
+        raise _DamageError(f"tensor {name!r} has {dimensions} dimensions")
     sizes = cursor.numbers("Q", dimensions)
     kind, offset = cursor.number("I"), cursor.number("Q")
     try:
@@ -163,5 +163,5 @@ def _tensor_info(cursor: _Cursor, path: Path) -> tuple[str, GGMLQuantizationType
 def _nbytes(name: str, kind: GGMLQuantizationType, shape: tuple[int, ...]) -> int:
     elements, nbytes = GGML_QUANT_SIZES[kind]
     if shape[-1] % elements:
-        raise _Damaged(f"tensor {name!r} of type {kind.name} has {shape[-1]} columns, no multiple of {elements}")
-    return prod(shape) // elements * nbytes
+        raise _DamageError(f"tensor {name!r} of type {kind.name} has {shape[-1]} columns, no multiple of {elements}")
+    return int(prod(shape) // elements * nbytes)

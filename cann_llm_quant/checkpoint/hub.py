@@ -4,6 +4,7 @@
 locally or looks like a path never reaches the hub.
 """
 
+import os
 import re
 from pathlib import Path
 
@@ -21,8 +22,8 @@ def locate(model: str, *, revision: str | None = None, allow_pickle: bool = Fals
     Raises CheckpointError when there is no such folder or the hub cannot give it, UsageError for a local path with a
     revision.
     """
-    path = Path(model).expanduser()
-    if path.exists():
+    path = Path(os.path.expanduser(model))  # unlike Path.expanduser it lets unknown users pass
+    if model and os.path.lexists(path):
         if revision is not None:
             raise UsageError(
                 f"--revision {revision} is for hub ids, but {model} is a local path; leave the option away"
@@ -37,7 +38,7 @@ def looks_like_path(model: str) -> bool:
     """Whether a name that does not exist locally can only have been meant as a path."""
     if not _HUB_ID.fullmatch(model) or model.endswith((".gguf", ".safetensors", ".bin", ".json")):
         return True
-    return Path(model).parts[0] != model and Path(Path(model).parts[0]).exists()
+    return Path(Path(model).parts[0]).exists()
 
 
 def _download(repo: str, revision: str | None, allow_pickle: bool) -> Path:
