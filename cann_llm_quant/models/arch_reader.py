@@ -9,6 +9,7 @@ from cann_llm_quant.checkpoint.base import Checkpoint
 from cann_llm_quant.errors import CheckpointError, UnsupportedError
 from cann_llm_quant.models.arch import Arch, Layer
 from cann_llm_quant.models.config_fields import ConfigFields
+from cann_llm_quant.models.decoder import ACTIVATIONS
 from cann_llm_quant.models.families import known_families
 from cann_llm_quant.models.layer_map import Family, LayerBuilder, Shapes, check_tensors, layer_count, shared_sizes
 from cann_llm_quant.models.rope_config import rope_from_config, scaled_positions
@@ -19,8 +20,8 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 def arch_from_checkpoint(checkpoint: Checkpoint) -> Arch:
     """The architecture map of a float checkpoint; no tensor is read, except both ends of a head said to be tied.
 
-    Raises UnsupportedError for an unknown `model_type`, CheckpointError where config and tensors contradict each other,
-    tensors are missing, or a tensor that the decoder reads is not stored as a float.
+    Raises UnsupportedError for an unknown `model_type` or activation, CheckpointError where config and tensors
+    contradict each other, tensors are missing, or a tensor that the decoder reads is not stored as a float.
     """
     shapes = {name: tuple(info.shape) for name, info in checkpoint.tensors.items()}
     arch = arch_from_config(checkpoint.config, shapes, str(checkpoint.path))
@@ -66,7 +67,7 @@ def arch_from_config(config: Mapping[str, Any], shapes: Shapes, where: str) -> A
         final_norm_name=family.final_norm,
         head_module=family.head,
         tied_head=_tied(family, fields, shapes),
-        activation=fields.text("hidden_act", "silu"),
+        activation=_activation(fields),
     )
     check_tensors(arch.tensor_shapes(), shapes, where)
     return arch
@@ -90,6 +91,15 @@ def _family(fields: ConfigFields) -> Family:
             f"{fields.where}: model_type {model_type!r} is not supported; known are {', '.join(families)}"
         )
     return families[model_type]
+
+
+def _activation(fields: ConfigFields) -> str:
+    activation = fields.text("hidden_act", "silu")
+    if activation not in ACTIVATIONS:
+        raise UnsupportedError(
+            f"{fields.where}: hidden_act {activation!r} is not supported; known are {', '.join(ACTIVATIONS)}"
+        )
+    return activation
 
 
 def _embedding_sizes(family: Family, fields: ConfigFields, shapes: Shapes) -> tuple[int, int]:

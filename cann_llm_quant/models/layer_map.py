@@ -5,7 +5,7 @@ and experts are spread over the layers. Sizes come from the tensors and are chec
 when the file has it, and a config or a family that says otherwise is contradicted with an error.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from cann_llm_quant.errors import CheckpointError
@@ -167,6 +167,7 @@ class LayerBuilder:
         hidden = self.sizes.hidden
         router = f"{self.prefix}{experts.router}.weight"
         count = self.fields.size("num_experts", "num_local_experts", found=_axis(self.shapes, router, 0), source=router)
+        _check_count(self.fields, "num_experts", count, self.shapes)
         top_k = self.fields.integer("num_experts_per_tok")
         if top_k > count:
             raise CheckpointError(
@@ -252,19 +253,26 @@ def check_tensors(expected: Shapes, shapes: Shapes, where: str, show: int = 4) -
             )
 
 
-def layer_count(family: Family, fields: ConfigFields, names: Iterable[str]) -> int:
+def layer_count(family: Family, fields: ConfigFields, shapes: Shapes) -> int:
     """`num_hidden_layers`, or as many consecutive layers as the file names when the config lacks it."""
     said = fields.optional_integer("num_hidden_layers")
     if said is not None:
+        _check_count(fields, "num_hidden_layers", said, shapes)
         return said
     prefix, suffix = family.layer_prefix.split("{i}")
-    present = {name.removeprefix(prefix).partition(suffix)[0] for name in names if name.startswith(prefix)}
+    present = {name.removeprefix(prefix).partition(suffix)[0] for name in shapes if name.startswith(prefix)}
     count = 0
     while str(count) in present:
         count += 1
     if count == 0:
         raise CheckpointError(f"{fields.where} lacks num_hidden_layers and no tensor of a layer is in the file")
     return count
+
+
+def _check_count(fields: ConfigFields, name: str, count: int, shapes: Shapes) -> None:
+    """Each layer and each expert has tensors; a count beyond theirs must not make us build a map of that size."""
+    if count > len(shapes):
+        raise CheckpointError(f"{fields.where} says {name}={count}, but the file holds {len(shapes)} tensors")
 
 
 def _axis(shapes: Shapes, name: str, axis: int) -> int | None:
