@@ -15,6 +15,7 @@ import typer.main
 from typer.core import TyperGroup
 
 from cann_llm_quant import __version__
+from cann_llm_quant.cli.demo import demo
 from cann_llm_quant.cli.export import export
 from cann_llm_quant.cli.failure import report_failure
 from cann_llm_quant.cli.help import CONTEXT_SETTINGS, SectionedCommand
@@ -36,7 +37,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings=CONTEXT_SETTINGS,
 )
-for command in (quantize, perplexity, run, inspect, export):
+for command in (demo, quantize, perplexity, run, inspect, export):
     app.command(cls=SectionedCommand, context_settings=CONTEXT_SETTINGS)(command)
 
 
