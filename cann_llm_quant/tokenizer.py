@@ -28,6 +28,8 @@ from cann_llm_quant.errors import CheckpointError, CorpusError, InputError
 TEMPLATE_SECONDS = 5.0
 TEMPLATE_CHARACTERS = 16 * 2**20
 
+DATE_CODES = ("a", "A", "b", "B", "d", "-d", "H", "I", "j", "m", "-m", "M", "p", "S", "y", "Y")
+
 SLOW_FILES = ("*.model", "vocab.json", "vocab.txt", "*.tiktoken")
 
 
@@ -127,14 +129,14 @@ def chat_text(
     """
     if not has_chat_template(tokenizer):
         raise CheckpointError("the model's tokenizer has no chat template: use plain text")
-    calendar = {} if today is None else {"strftime_now": today.strftime}
 
     def render() -> str:
+        template: str = tokenizer.get_chat_template()
         text: str = tokenizer.apply_chat_template(
             [dict(message) for message in messages],
+            chat_template=template if today is None else _dated(template, today),
             tokenize=False,
             add_generation_prompt=generation_prompt,
-            **calendar,
         )
         return text
 
@@ -149,6 +151,15 @@ def chat_text(
     if len(text) > TEMPLATE_CHARACTERS:
         raise CheckpointError(f"the model's chat template wrote {len(text)} characters for one chat")
     return text
+
+
+def _dated(template: str, today: date) -> str:
+    """The template behind a macro that hides transformers' `strftime_now`, which reads the clock.
+
+    The line break after the macro is the one that jinja's trim_blocks takes away.
+    """
+    replaced = "".join(f"|replace('%{code}', '{today.strftime('%' + code)}')" for code in DATE_CODES)
+    return "{% macro strftime_now(format) %}{{ format" + replaced + " }}{% endmacro %}\n" + template
 
 
 def _within(seconds: float, render: Callable[[], str]) -> str:

@@ -132,7 +132,7 @@ def _csv(path: Path) -> Iterator[Row]:
                 raise CorpusError(f"{place} has more fields than the header's {len(reader.fieldnames or [])}")
             yield Row(place, values)
     except csv.Error as error:
-        raise CorpusError(f"{path}:{reader.line_num} is not CSV: {error}") from error
+        raise CorpusError(f"{path}: the row after line {reader.line_num} is not CSV: {error}") from error
 
 
 def _parquet(path: Path) -> Iterator[Row]:
