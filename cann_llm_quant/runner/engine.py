@@ -22,7 +22,7 @@ from cann_llm_quant.models.decoder import DecoderModel, head
 from cann_llm_quant.runner.kv_cache import KVCache
 from cann_llm_quant.runner.sampler import GenerationSettings, make_generator, sample
 from cann_llm_quant.runner.stop import StopTexts
-from cann_llm_quant.runner.text_stream import TextStream
+from cann_llm_quant.runner.text_stream import TextStream, byte_tokens
 from cann_llm_quant.runner.weights import LoadedModel, load_packed
 from cann_llm_quant.tokenizer import adds_bos, encode
 
@@ -105,6 +105,7 @@ class LLMEngine:
         self.end_ids = loaded.end_ids
         self.max_context = max_context or limit
         self._adds_bos = adds_bos(loaded.tokenizer)
+        self._byte_of = byte_tokens(loaded.tokenizer)
 
     def generate(self, prompt: str | Sequence[int], max_new_tokens: int = 128, **settings: Any) -> Generation:
         """Continue a text or token ids; the keywords are the fields of `GenerationSettings`.
@@ -179,7 +180,7 @@ class LLMEngine:
     def _stream(self, ids: list[int], settings: GenerationSettings) -> Iterator[Chunk]:
         cache = self._new_cache(len(ids) + settings.max_new_tokens)
         generator = make_generator(settings)
-        text = TextStream(self._decode, ids)
+        text = TextStream(self._decode, ids, self._byte_of)
         stops = StopTexts(settings.stop, settings.include_stop)
         ends = self._ends(settings)
         feed = ids
