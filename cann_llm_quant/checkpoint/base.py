@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ class TensorInfo:
     nbytes: int
 
 
+@runtime_checkable
 class Checkpoint(Protocol):
     """A model's files, opened: a directory of safetensors or `.bin` shards, or a GGUF file.
 
