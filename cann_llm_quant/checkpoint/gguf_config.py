@@ -45,14 +45,21 @@ class ArchitectureKeys:
             raise CheckpointError(f"{self.where}: metadata {self.architecture}.{key} is {found}")
         return value
 
+    def count(self, key: str, default: int | None = None) -> int:
+        """The positive whole number under `ARCHITECTURE.key`; `default` when absent."""
+        value = self.number(key, default)
+        if not isinstance(value, int) or value <= 0:
+            raise CheckpointError(f"{self.where}: metadata {self.architecture}.{key} is {value}, not a positive count")
+        return value
+
 
 def recover_config(
     keys: ArchitectureKeys, names: Family, shapes: Shapes, rope_divisors: Float[Tensor, " half"] | None, dtype: str
 ) -> dict[str, Any]:
     """The Hugging Face config of a GGUF model whose stored shapes (rows first) are `shapes`."""
-    heads = keys.number("attention.head_count")
-    hidden = keys.number("embedding_length")
-    head_dim = keys.number("attention.key_length", keys.get("rope.dimension_count") or hidden // heads)
+    heads = keys.count("attention.head_count")
+    hidden = keys.count("embedding_length")
+    head_dim = keys.count("attention.key_length", keys.get("rope.dimension_count") or hidden // heads)
     if keys.number("attention.value_length", head_dim) != head_dim:
         raise UnsupportedError(f"{keys.where}: keys and values of different head sizes are not supported")
     config = {
@@ -62,13 +69,13 @@ def recover_config(
         "torch_dtype": dtype,
         "hidden_size": hidden,
         "intermediate_size": keys.number("feed_forward_length", 0) or _expert_width(shapes),
-        "num_hidden_layers": keys.number("block_count"),
+        "num_hidden_layers": keys.count("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": keys.number("attention.head_count_kv", heads),
+        "num_key_value_heads": keys.count("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "hidden_act": "silu",
         "rms_norm_eps": _short_float(keys.number("attention.layer_norm_rms_epsilon")),
-        "max_position_embeddings": keys.number("context_length"),
+        "max_position_embeddings": keys.count("context_length"),
         "vocab_size": _rows(keys, shapes, "token_embd.weight"),
         "tie_word_embeddings": "output.weight" not in shapes,
         "attention_bias": "blk.0.attn_q.bias" in shapes,
@@ -104,8 +111,8 @@ def _expert_width(shapes: Shapes) -> int:
 
 
 def _experts(keys: ArchitectureKeys, names: Family, shapes: Shapes) -> dict[str, Any]:
-    count = keys.number("expert_count")
-    common = {"num_experts_per_tok": keys.number("expert_used_count")}
+    count = keys.count("expert_count")
+    common = {"num_experts_per_tok": keys.count("expert_used_count")}
     if names.model_type == "mixtral":
         return common | {"num_local_experts": count, "intermediate_size": _expert_width(shapes)}
     experts = common | {

@@ -64,18 +64,18 @@ class GgufCheckpoint:
     def __init__(self, path: Path, *, companions: Path | None = None) -> None:
         header = read_header(path, skip=_VOCABULARY)
         keys = ArchitectureKeys(header.metadata, str(path))
-        if keys.metadata.get("split.count", 1) > 1:
+        if keys.metadata.get("split.count", 1) not in (0, 1):
             raise UnsupportedError(
                 f"{path} is one part of a split GGUF; join the parts with `llama-gguf-split --merge`"
             )
-        heads = keys.number("attention.head_count")
+        heads = keys.count("attention.head_count")
         names = family(keys.architecture, keys.number("expert_count", 0))
         shapes = {name: stored.shape for name, stored in header.tensors.items()}
         self._path = path
         self._companions = companions
         self._header_length = header.nbytes
         self._stored = header.tensors
-        self._sources = hugging_face_sources(shapes, names, heads, keys.number("attention.head_count_kv", heads))
+        self._sources = hugging_face_sources(shapes, names, heads, keys.count("attention.head_count_kv", heads))
         self._tensors = {name: self._info(name, source) for name, source in self._sources.items()}
         divisors = self._load(Source(ROPE_FREQUENCIES)) if ROPE_FREQUENCIES in shapes else None
         self._config = recover_config(keys, names, shapes, divisors, _config_dtype(header.tensors))

@@ -47,12 +47,7 @@ def recover_tokenizer(metadata: Mapping[str, Any], where: str) -> dict[str, byte
     Raises UnsupportedError for a tokenizer that cannot be rebuilt faithfully, CheckpointError for a contradiction.
     """
     kind = metadata.get("tokenizer.ggml.model")
-    tokens = metadata.get("tokenizer.ggml.tokens")
-    if not isinstance(tokens, list) or not tokens:
-        raise CheckpointError(
-            f"{where} holds no vocabulary; put the model's tokenizer files beside it in a folder of its own"
-        )
-    types = metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
+    tokens, types = _vocabulary(metadata, where)
     if kind == "gpt2":
         tokenizer, adds_bos = _byte_level(metadata, tokens, types, where)
     elif kind == "llama":
@@ -83,6 +78,22 @@ def recover_tokenizer(metadata: Mapping[str, Any], where: str) -> dict[str, byte
     }
 
 
+def _vocabulary(metadata: Mapping[str, Any], where: str) -> tuple[list[str], list[int]]:
+    """Tokens and their types."""
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, list) or not tokens or not isinstance(tokens[0], str):
+        raise CheckpointError(
+            f"{where} holds no vocabulary; put the model's tokenizer files beside it in a folder of its own"
+        )
+    types = metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
+    for name, values in (("token_type", types), ("scores", metadata.get("tokenizer.ggml.scores") or types)):
+        if not isinstance(values, list) or len(values) != len(tokens) or isinstance(values[0], str):
+            raise CheckpointError(
+                f"{where}: tokenizer.ggml.{name} does not fit the {len(tokens)} tokens; fetch it again"
+            )
+    return tokens, types
+
+
 def _json_bytes(value: Mapping[str, Any]) -> bytes:
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode("utf-8")
 
@@ -94,7 +105,7 @@ def _special_tokens(metadata: Mapping[str, Any], tokens: Sequence[str], where: s
         index = metadata.get(f"tokenizer.ggml.{key}_token_id")
         if index is None:
             continue
-        if not 0 <= index < len(tokens):
+        if not isinstance(index, int) or not 0 <= index < len(tokens):
             raise CheckpointError(f"{where}: {key}_token_id {index} is outside the vocabulary of {len(tokens)} tokens")
         found[name] = tokens[index]
     return found
@@ -111,7 +122,7 @@ def _byte_level(
         )
     last = max((i for i, kind in enumerate(types) if kind != UNUSED), default=-1)
     vocab = {token: i for i, token in enumerate(tokens[: last + 1])}  # what follows only pads the embedding
-    merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges") or []]
+    merges = _stored_merges(metadata, vocab, where)
     whole_words = pre in _WHOLE_WORDS_FIRST
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=whole_words))
     if pre in _NFC:
@@ -119,6 +130,16 @@ def _byte_level(
     tokenizer.pre_tokenizer = split
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer, whole_words
+
+
+def _stored_merges(metadata: Mapping[str, Any], vocab: Mapping[str, int], where: str) -> list[tuple[str, str]]:
+    merges = []
+    for merge in metadata.get("tokenizer.ggml.merges") or []:
+        left, _, right = str(merge).partition(" ")
+        if not {left, right, left + right} <= vocab.keys():
+            raise CheckpointError(f"{where}: merge {merge!r} names a token outside the vocabulary; fetch it again")
+        merges.append((left, right))
+    return merges
 
 
 def _byte_level_split(pre: Any) -> pre_tokenizers.PreTokenizer | None:
@@ -135,7 +156,7 @@ def _byte_level_split(pre: Any) -> pre_tokenizers.PreTokenizer | None:
 
 def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int]) -> Tokenizer:
     scores = metadata.get("tokenizer.ggml.scores") or [-float(i) for i in range(len(tokens))]
-    unknown = next((token for token, kind in zip(tokens, types, strict=False) if kind == UNKNOWN), None)
+    unknown = next((token for token, kind in zip(tokens, types, strict=True) if kind == UNKNOWN), None)
     model = models.BPE(
         vocab={token: i for i, token in enumerate(tokens)},
         merges=ranked_merges(tokens, scores, types),
@@ -169,7 +190,7 @@ def _add_tokens(tokenizer: Tokenizer, tokens: Sequence[str], types: Sequence[int
     always = set(special.values())
     added = [
         AddedToken(token, normalized=False, special=kind != USER_DEFINED)
-        for token, kind in zip(tokens, types, strict=False)
+        for token, kind in zip(tokens, types, strict=True)
         if kind in (UNKNOWN, CONTROL, USER_DEFINED) or token in always
     ]
     tokenizer.add_tokens(added)
