@@ -112,11 +112,12 @@ def load_windows(
     windows: list[list[int]] = []
     reports = []
     for source, share in zip(sources, shares(samples, [source.weight for source in sources]), strict=True):
-        if share:
-            reading = open_source(source, tokenizer, windows=share, length=length, seed=seed, order=order)
-            taken, taken_report = _take(reading, tokenizer, cut, share, seed, join_documents)
-            windows += taken
-            reports.append(taken_report)
+        if not share:
+            raise UsageError(f"{source.spec} has too little weight for one of {samples} samples: raise either")
+        reading = open_source(source, tokenizer, windows=share, length=length, seed=seed, order=order)
+        taken, taken_report = _take(reading, tokenizer, cut, share, seed, join_documents)
+        windows += taken
+        reports.append(taken_report)
     _check_enough(reports, length, allow_fewer)
     ids = torch.tensor(windows, dtype=torch.int64)
     report = CorpusReport(

@@ -200,6 +200,13 @@ def test_several_sources_share_by_weight(tmp_path: Path, plain: PreTrainedTokeni
     assert [report.windows for report in windows.report.sources] == [2, 6]
 
 
+def test_a_source_without_a_single_window_is_refused(tmp_path: Path, plain: PreTrainedTokenizerBase) -> None:
+    (tmp_path / "a.txt").write_text("fox " * 900, encoding="utf-8")
+    foxes, crumbs = (CorpusSource(str(tmp_path / "a.txt"), weight) for weight in (1.0, 0.01))
+    with pytest.raises(UsageError, match="too little weight for one of 8 samples"):
+        load_windows([foxes, crumbs], plain, samples=8, length=16, seed=0)
+
+
 @pytest.mark.parametrize(("samples", "length"), [(0, 8), (1, 1), (-1, 8)])
 def test_impossible_requests(tmp_path: Path, plain: PreTrainedTokenizerBase, samples: int, length: int) -> None:
     with pytest.raises(UsageError):

@@ -1,10 +1,11 @@
+import io
 import json
 import time
 from datetime import date
 from pathlib import Path
 
 import pytest
-from tiny_tokenizers import CHATML, TokenizerMaker, write_tokenizer
+from tiny_tokenizers import CHATML, SAMPLE, TokenizerMaker, write_tokenizer
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import Digits, Sequence
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -166,3 +167,16 @@ def test_messages_that_a_template_refuses_are_the_texts_fault(make_tokenizer: To
 def test_a_chat_without_a_template(plain: PreTrainedTokenizerBase) -> None:
     with pytest.raises(CheckpointError, match="no chat template"):
         chat_text(plain, HELLO)
+
+
+def test_a_folder_with_only_a_sentencepiece_model(tmp_path: Path) -> None:
+    sentencepiece = pytest.importorskip("sentencepiece", reason="the extra [sentencepiece] is not installed")
+    pytest.importorskip("google.protobuf", reason="the extra [sentencepiece] is not installed")
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(SAMPLE * 20), model_writer=model, vocab_size=120, model_type="bpe", minloglevel=3
+    )
+    (tmp_path / "tokenizer.model").write_bytes(model.getvalue())
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}', encoding="utf-8")
+    expected = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue()).encode("The weights of a fox")
+    assert encode(load_tokenizer(tmp_path), "The weights of a fox", bos=False) == expected
