@@ -9,7 +9,8 @@ Special tokens' names inside plain text (`<|im_end|>`) become those tokens, as i
 agree with it. Nothing here pads: a tokenizer without a padding token is as good as any.
 
 A chat template is a program from the model's folder. It is rendered in jinja's immutable sandbox (transformers'
-own), on a thread with a deadline and with a bound on the length of what it writes.
+own), on a thread with a deadline and with a bound on the length of what it writes; the memory that a single
+expression takes is not bounded.
 """
 
 import ctypes

@@ -159,7 +159,7 @@ def _open_text(source: CorpusSource, path: Path, windows: int, length: int, seed
         if not text.strip():
             counts.empty, text = 1, ""
         return Reading(source, "text", order, [text] if text else [], counts)
-    counts.layout = f"running text, {windows} spans of {span} bytes"
+    counts.read, counts.layout = windows, f"running text, spans of {span} bytes"
     offsets = _offsets(size, span, windows, seed if order == "shuffle" else None)
     return Reading(source, "spans", order, _spans(path, whole, offsets, span), counts)
 
