@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 METHODS = {"rtn": "4-bit, plain rounding", "awq": "4-bit, AWQ"}
 WINDOW = 256  # tokens that the model was trained on at once
-SAMPLES = 64
+SAMPLES = 64  # windows to calibrate on
+WINDOWS = 48  # windows to measure on
 PROMPT = "Return the"
 NEW_TOKENS = 48
 GIB = 1 << 30
@@ -73,7 +74,7 @@ def try_method(method: str, source: Path, output: Path) -> Trial:
         models = [open_model(str(path)) for path in (output, source)]
         for model in models:
             stack.enter_context(model.checkpoint)
-        rules = TextRules(data=None, window=WINDOW, stride=None, max_windows=None, bos="auto")
+        rules = TextRules(data=None, window=WINDOW, stride=None, max_windows=WINDOWS, bos="auto")
         result = measure(models, rules, Compute("cpu", "fp32", GIB))
     return Trial(method, report, result, continuation(output))
 

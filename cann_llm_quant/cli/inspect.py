@@ -71,9 +71,8 @@ def scan_tensors(checkpoint: "Checkpoint") -> dict[str, Damage]:
                 continue
             if tensor.dtype.itemsize < 2:
                 tensor = tensor.to(torch.float32)
-            nan, infinite = int(tensor.isnan().sum()), int(tensor.isinf().sum())
-            if nan or infinite:
-                damaged[name] = Damage(nan, infinite)
+            if not bool(tensor.isfinite().all()):
+                damaged[name] = Damage(int(tensor.isnan().sum()), int(tensor.isinf().sum()))
         progress(Step("scan", total, total))
     return damaged
 

@@ -9,9 +9,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import IO, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
-from cann_llm_quant.cli.terminal import console, duration, one_line, size
+from cann_llm_quant.cli.terminal import TextStream, console, duration, one_line, size
 
 PLAIN_INTERVAL = 10.0  # seconds between plain lines that carry no news but the count
 
@@ -61,7 +61,7 @@ class Step:
 
 
 @contextmanager
-def show_progress(unit: str, stream: IO[str] | None = None) -> Iterator[Progress]:
+def show_progress(unit: str, stream: TextStream | None = None) -> Iterator[Progress]:
     """A receiver of events that draws them on `stream` (stderr); steps are counted in `unit`s."""
     stream = sys.stderr if stream is None else stream
     if not stream.isatty():
@@ -117,7 +117,7 @@ def resident_bytes() -> int:
 class PlainProgress:
     """A line for every remark and finished layer, and one now and then in between."""
 
-    def __init__(self, unit: str, stream: IO[str]) -> None:
+    def __init__(self, unit: str, stream: TextStream) -> None:
         self.stream = stream
         self.pace = Pace(unit)
         self.written = 0.0
@@ -143,7 +143,7 @@ class PlainProgress:
 class LiveProgress:
     """Two lines that are redrawn in place below the remarks."""
 
-    def __init__(self, unit: str, stream: IO[str]) -> None:
+    def __init__(self, unit: str, stream: TextStream) -> None:
         from rich.console import Group
         from rich.live import Live
         from rich.progress import BarColumn, TaskProgressColumn, TextColumn

@@ -125,6 +125,7 @@ TensorParallel = Annotated[
         "--tp",
         metavar="N",
         min=1,
+        show_default=False,
         help="Warn where N devices could not split whole groups.",
         rich_help_panel=LINEARS,
     ),

@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,7 +46,16 @@ def one_line(text: str) -> str:
     return printable(LINE_BREAK.sub(" ", text.strip()), keep="")
 
 
-def console(stream: IO[str]) -> "Console":
+@runtime_checkable
+class TextStream(Protocol):
+    """What is written to: a terminal, a file, a pipe."""
+
+    def write(self, text: str, /) -> int: ...
+    def flush(self) -> None: ...
+    def isatty(self) -> bool: ...
+
+
+def console(stream: TextStream) -> "Console":
     """A rich console that writes strings as they are: no markup, no highlighted numbers, no emoji codes.
 
     Off a terminal it is wide enough that no table is cut.
@@ -54,7 +63,7 @@ def console(stream: IO[str]) -> "Console":
     from rich.console import Console
 
     width = None if stream.isatty() else 160
-    return Console(file=stream, markup=False, highlight=False, emoji=False, soft_wrap=False, width=width)
+    return Console(file=cast(IO[str], stream), markup=False, highlight=False, emoji=False, soft_wrap=False, width=width)
 
 
 @dataclass(frozen=True)
