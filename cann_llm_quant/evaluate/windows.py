@@ -123,7 +123,7 @@ def _check_sizes(window: int, stride: int, max_windows: int | None) -> None:
     if not 1 <= stride <= window:
         raise UsageError(f"--stride {stride} must lie between 1 and the window, {window}")
     if max_windows is not None and max_windows < 1:
-        raise UsageError(f"--windows {max_windows} must be at least 1")
+        raise UsageError(f"--max-windows {max_windows} must be at least 1")
 
 
 def _cut(

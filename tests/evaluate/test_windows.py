@@ -113,7 +113,7 @@ def test_hashes_and_counts() -> None:
         ({"window": 1}, UsageError, "--window 1"),
         ({"window": 4, "stride": 5}, UsageError, "--stride 5"),
         ({"window": 4, "stride": 0}, UsageError, "--stride 0"),
-        ({"window": 4, "max_windows": 0}, UsageError, "--windows 0"),
+        ({"window": 4, "max_windows": 0}, UsageError, "--max-windows 0"),
         ({"window": 4, "bos": "each-window"}, UsageError, "BOS"),
         ({"window": 400}, CorpusError, "10 tokens"),
     ],

@@ -36,7 +36,7 @@ def literal_attention(q, k, v, scale: float, window: int | None):
     return out
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     pieces=st.lists(st.integers(1, 7), min_size=1, max_size=6),
     window=st.none() | st.integers(1, 12),
