@@ -1,6 +1,7 @@
 """The engine against transformers: the same tokens, the same logits; streaming, stopping and refusals."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -284,3 +285,29 @@ def test_generation_reports_its_time(engine) -> None:
     assert isinstance(generation, Generation)
     assert generation.timings.prefill_seconds > 0
     assert generation.timings.decode_seconds > 0
+
+
+@pytest.mark.shared
+@pytest.mark.parametrize("name", ["stories260k", "s260k-qwen2", "tiny-llama"])
+def test_trained_models_continue_a_story_as_transformers_does(shared, name) -> None:
+    folder = shared / "data" / "models" / name
+    engine = LLMEngine(folder)
+    prompt = "Once upon a time, there was a"
+    ids = engine.prompt_ids(prompt)
+    generation = engine.generate(prompt, 40, ignore_eos=True)
+    assert list(generation.token_ids) == transformers_greedy(folder, ids, 40)
+    whole = engine.tokenizer.decode([*ids, *generation.token_ids], skip_special_tokens=True)
+    assert prompt + generation.text == whole
+
+
+@pytest.mark.shared
+def test_perplexity_of_a_trained_model_equals_transformers(shared) -> None:
+    folder = shared / "data" / "models" / "stories260k"
+    engine = LLMEngine(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    text = (shared / "data" / "text" / "stories_generated.txt").read_text(encoding="utf-8")[:8000]
+    windows = cut_windows(engine.tokenizer.encode(text, add_special_tokens=False), window=256, max_windows=4)
+    with torch.no_grad():
+        losses = [model(row[None], labels=row[None]).loss.item() for row in windows.ids]
+    expected = math.exp(sum(losses) / len(losses))
+    assert evaluate(engine.logits, windows).perplexity == pytest.approx(expected, rel=1e-4)

@@ -113,6 +113,20 @@ def test_the_operators_equal_float64_in_float32(out, columns, scheme) -> None:
         assert (y.double() - expected).abs().max() <= 3e-6 * expected.abs().max()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scheme", [{}, {"dtype": "int8", "strategy": "channel"}])
+def test_any_memory_layout_and_no_rows_at_all(dtype, scheme) -> None:
+    """Transposed activations, every other row, and an expert to which no token went."""
+    weight = random_weight(32, 64, **scheme)
+    op = packed_linear(weight, None, device=CPU, dtype=dtype)
+    x = torch.randn(64, 6, generator=torch.Generator().manual_seed(1)).to(dtype)
+    for view in (x.t(), x.t().contiguous()[::2], x.t().unflatten(0, (2, 3)).transpose(0, 1)):
+        torch.testing.assert_close(op(view), op(view.contiguous()))
+        expected = float64_product(view, weight, None)
+        assert (op(view).double() - expected).abs().max() <= 8e-3 * expected.abs().max()
+    assert op(torch.empty(0, 64, dtype=dtype)).shape == (0, 32)
+
+
 def test_the_table_of_kernels() -> None:
     def chosen(activations, out=48, columns=256, kernel="auto", **scheme):
         weight = random_weight(out, columns, **scheme)

@@ -48,7 +48,7 @@ class Int4Linear:
 
     def __call__(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
         """`x @ wᵀ + bias`."""
-        flat = x.reshape(-1, x.shape[-1])
+        flat = x.reshape(-1, x.shape[-1]).contiguous()
         y: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(flat, self.codes, self.group, self.scales_and_shifts)
         y = y if self.bias is None else y + self.bias
         return y.view(*x.shape[:-1], self.out_features)
