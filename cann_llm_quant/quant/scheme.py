@@ -2,9 +2,9 @@
 
     w ~ (codes - zero_point) * scale
 
-`codes` and `zero_point` are signed integers of the scheme's bits, [-2^(b-1), 2^(b-1) - 1]; a symmetric scheme has no
-zero_point. Layouts with unsigned codes (GPTQ, AWQ, MLX) add 2^(b-1) when they are written, so that this value converts
-into every layout without requantizing.
+`codes` and `zero_point` are signed integers of the scheme's bits, [-2^(b-1), 2^(b-1) - 1]; a symmetric scheme
+has no zero_point. Layouts with unsigned codes (GPTQ, AWQ, MLX) add 2^(b-1) when they are written, so that
+this value converts into every layout without requantizing.
 """
 
 from dataclasses import dataclass
@@ -79,8 +79,8 @@ class Scheme:
 class QuantizedTensor:
     """One weight matrix in integer codes; see the module's formula.
 
-    `scale` is `[out, groups]` (`[out, 1]` per channel, `[1, 1]` per tensor) in its storage dtype: the codes were chosen
-    against the rounded scale, so that dequantizing loses nothing more.
+    `scale` is `[out, groups]` (`[out, 1]` per channel, `[1, 1]` per tensor) in its storage dtype: the codes
+    were chosen against the rounded scale, so that dequantizing loses nothing more.
     """
 
     codes: Int8[Tensor, "out in"]
@@ -100,3 +100,30 @@ class QuantizedTensor:
         if self.zero_point is not None:
             q = q - self.zero_point.to(torch.float32).unsqueeze(-1)
         return (q * self.scale.to(torch.float32).unsqueeze(-1)).view(out, columns).to(dtype)
+
+
+def scheme_for(bits: int, group_size: int, symmetric: bool) -> Scheme:
+    """The integer scheme that `--bits`, `--group-size` and `--asymmetric` ask for; -1 is one scale per row.
+
+    Raises UsageError for other bits and for a group size that is 0 or another negative number.
+    """
+    names = {count: name for name, count in INT_BITS.items()}
+    if bits not in names:
+        raise UsageError(f"{bits} bits per weight are not offered; choose from {', '.join(map(str, names))}")
+    # Pydantic recipes and the command line both arrive here, so the names are checked once.
+    dtype: IntType = names[bits]  # type: ignore[assignment]
+    if group_size == -1:
+        return Scheme(dtype, symmetric, "channel", None)
+    return Scheme(dtype, symmetric, "group", group_size)
+
+
+def fitting_group_sizes(in_features: int) -> list[int]:
+    """Group sizes, powers of two from 16 to 1024, that divide `in_features`; ascending, may be empty."""
+    return [size for size in (16, 32, 64, 128, 256, 512, 1024) if in_features % size == 0]
+
+
+def largest_fitting_group(in_features: int, wanted: int) -> int | None:
+    """`wanted` if it divides `in_features`, else the largest smaller fitting size; None when there is none."""
+    if in_features % wanted == 0:
+        return wanted
+    return max((size for size in fitting_group_sizes(in_features) if size < wanted), default=None)
