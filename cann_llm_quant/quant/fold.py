@@ -70,7 +70,7 @@ def tie_over_repeats(num_kv_heads: int, repeat: int, head_dim: int) -> Int[Tenso
 
 def spread_rows(factor: Float[Tensor, "in"], tie: Int[Tensor, "in"]) -> Float[Tensor, "rows"]:
     """The factor of every producer row, from the tied factors of the channels that it feeds."""
-    rows = torch.ones(int(tie.max()) + 1, dtype=factor.dtype)
+    rows = torch.ones(int(tie.max()) + 1, dtype=factor.dtype, device=factor.device)
     rows[tie] = factor
     return rows
 
