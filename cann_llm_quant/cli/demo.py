@@ -15,7 +15,7 @@ import typer
 from cann_llm_quant.cli.models import open_model
 from cann_llm_quant.cli.options import Debug, Json
 from cann_llm_quant.cli.perplexity import Compute, TextRules, measure
-from cann_llm_quant.cli.progress import show_progress
+from cann_llm_quant.cli.progress import ProgressEvent, show_progress
 from cann_llm_quant.cli.terminal import Reply, printable, size
 
 if TYPE_CHECKING:
@@ -24,13 +24,17 @@ if TYPE_CHECKING:
     from cann_llm_quant.evaluate.report import EvaluationResult
     from cann_llm_quant.pipeline import QuantizeReport
 
-METHODS = {"rtn": "4-bit, plain rounding", "awq": "4-bit, AWQ"}
+METHODS = {"rtn": "int4 RTN", "awq": "int4 AWQ"}
 WINDOW = 256  # tokens that the model was trained on at once
 SAMPLES = 64  # windows to calibrate on
 WINDOWS = 48  # windows to measure on
-PROMPT = "Return the"
-NEW_TOKENS = 48
+PROMPT = "If the file"
+NEW_TOKENS = 40
 GIB = 1 << 30
+LEGEND = (
+    "RTN rounds to nearest; AWQ first scales channels by what calibration saw. KL divergence and top-1 compare with "
+    "the original. Only the decoder's linears are quantized and counted in bits."
+)
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,9 @@ def demo(
     debug: Debug = False,
 ) -> None:
     """Quantize the small model inside the package, compare it with the original, let both write. Takes a minute."""
+    import torch
+
+    torch.set_num_threads(1)  # the model is so small that threads only wait for one another
     source = Path(str(files("cann_llm_quant") / "data" / "demo_model"))
     with ExitStack() as stack:
         folder = output or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cann-llm-quant-demo-")))
@@ -69,7 +76,12 @@ def try_method(method: str, source: Path, output: Path) -> Trial:
     calibration = {"samples": SAMPLES, "length": WINDOW}
     recipe = validate_recipe({"method": method, "calibration": calibration}, "the demo")
     with show_progress("passes") as progress:
-        report = quantize_model(str(source), output, recipe, options=RunOptions(overwrite=True), progress=progress)
+
+        def steps(event: ProgressEvent) -> None:
+            if event.warning or not event.message:
+                progress(event)
+
+        report = quantize_model(str(source), output, recipe, options=RunOptions(overwrite=True), progress=steps)
     with ExitStack() as stack:
         models = [open_model(str(path)) for path in (output, source)]
         for model in models:
@@ -129,8 +141,8 @@ def draw(console: "Console", value: dict[str, Any], output: Path | None) -> None
     """Table, texts and what to do next, for people."""
     from rich.table import Table
 
-    title = f"The model inside the package ({value['parameters'] / 1e6:.2f} M parameters) on {value['scored_tokens']:,}"
-    console.print(f"{title} tokens of text that it has not seen:\n", soft_wrap=True)
+    millions, tokens = value["parameters"] / 1e6, value["scored_tokens"]
+    console.print(f"The model inside the package ({millions:.2f} M parameters) on {tokens:,} tokens new to it:\n")
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("")
     for heading in ("perplexity", "KL", "same top-1", "bits/weight", "file", "seconds"):
@@ -146,11 +158,11 @@ def draw(console: "Console", value: dict[str, Any], output: Path | None) -> None
             "" if line["seconds"] is None else f"{line['seconds']:.1f}",
         )
     console.print(table)
-    console.print("\nbits/weight counts the quantized linears; the embedding and the norms stay as they are.")
+    console.print(f"\n{LEGEND}")
     for line in value["rows"]:
-        text = " ".join(line["text"].split())
-        console.print(f"\n{line['name']} writes after “{value['prompt']}”:", style="bold")
-        console.print(f"  {printable(text)}")
+        console.print(f"\n{line['name']}:", style="bold")
+        text = " ".join(f"{value['prompt']}{line['text']}".split())
+        console.print(printable(text))
     if output is not None:
         console.print(f"\nThe quantized models are in {printable(str(output))}: rtn and awq.", soft_wrap=True)
     console.print("\nNow with a model of yours:  cann-llm-quant quantize MODEL -o FOLDER")

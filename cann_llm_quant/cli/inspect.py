@@ -10,13 +10,14 @@ import typer
 
 from cann_llm_quant.cli.options import AllowPickle, Debug, Json, Model, Revision
 from cann_llm_quant.cli.progress import Step, show_progress
-from cann_llm_quant.cli.terminal import Reply, printable, size
+from cann_llm_quant.cli.terminal import Reply, print_facts, printable, size
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from cann_llm_quant.checkpoint.base import Checkpoint, TensorInfo
 
+SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
@@ -169,14 +170,19 @@ def draw(console: "Console", report: Mapping[str, Any], infos: "Iterable[TensorI
     from rich.table import Table
 
     console.print(printable(str(report["path"])), style="bold", soft_wrap=True)
-    for title, text in facts(report):
-        console.print(f"  {title:<13} {printable(text)}", soft_wrap=True)
-    table = Table(box=None, pad_edge=False, header_style="dim")
+    print_facts(console, facts(report))
+    table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
     table.add_column("tensor", overflow="fold")
     for heading in ("count", "dtype", "shape", "bytes"):
         table.add_column(heading, justify="left" if heading == "dtype" else "right", no_wrap=True)
     for name, count, dtype, shape, nbytes in tensor_rows(infos, every=every):
-        table.add_row(printable(name), str(count), dtype, "×".join(map(str, shape)) or "scalar", size(nbytes))
+        table.add_row(
+            printable(name),
+            str(count),
+            SHORT_DTYPES.get(dtype, dtype),
+            "×".join(map(str, shape)) or "scalar",
+            size(nbytes),
+        )
     console.print()
     console.print(table)
     for name, damage in report.get("non_finite", {}).items():
@@ -212,7 +218,7 @@ def quantization_line(section: Mapping[str, Any] | None) -> str:
         for w in section["weights"]
     ]
     layout = " ".join(str(section[key]) for key in ("method", "layout") if section[key])
-    return "; ".join([layout, *formats, f"{section['ignored']} linears left in float"])
+    return "; ".join([layout, *formats, f"{section['ignored']} left in float"])
 
 
 def tensor_rows(infos: "Iterable[TensorInfo]", *, every: bool) -> Iterable[tuple[str, int, str, tuple[int, ...], int]]:
@@ -223,5 +229,5 @@ def tensor_rows(infos: "Iterable[TensorInfo]", *, every: bool) -> Iterable[tuple
         row = rows.setdefault((name, dtype_name(info), info.shape), [0, 0])
         row[0] += 1
         row[1] += info.nbytes
-    for (name, dtype, shape), (count, nbytes) in rows.items():
+    for (name, dtype, shape), (count, nbytes) in sorted(rows.items()):
         yield name, count, dtype, shape, nbytes

@@ -10,7 +10,7 @@ import typer
 from cann_llm_quant.cli.models import OpenModel, open_model
 from cann_llm_quant.cli.options import AllowPickle, Debug, Json, Model, Revision, parse_size
 from cann_llm_quant.cli.progress import Step, show_progress
-from cann_llm_quant.cli.terminal import Reply, printable
+from cann_llm_quant.cli.terminal import Reply, print_facts
 from cann_llm_quant.errors import UsageError
 
 if TYPE_CHECKING:
@@ -184,8 +184,7 @@ def streamed(model: OpenModel, compute: Compute, progress: Callable[[int, int], 
 def draw(console: "Console", value: dict[str, Any], result: "EvaluationResult") -> None:
     """The result for people."""
     console.print(f"perplexity {result.perplexity:.4f}", style="bold")
-    for title, text in facts(value, result):
-        console.print(f"  {title:<13} {printable(text)}", soft_wrap=True)
+    print_facts(console, facts(value, result))
 
 
 def facts(value: dict[str, Any], result: "EvaluationResult") -> Iterable[tuple[str, str]]:

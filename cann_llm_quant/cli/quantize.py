@@ -13,7 +13,7 @@ from cann_llm_quant.cli import quantize_flags as flag
 from cann_llm_quant.cli.options import AllowPickle, Debug, Json, Revision, parse_size
 from cann_llm_quant.cli.progress import show_progress
 from cann_llm_quant.cli.recipe_flags import resolve_recipe
-from cann_llm_quant.cli.terminal import Reply, duration, printable, size
+from cann_llm_quant.cli.terminal import Reply, duration, print_facts, printable, size
 from cann_llm_quant.errors import UsageError
 
 if TYPE_CHECKING:
@@ -122,8 +122,7 @@ def the_output(output: Path | None) -> Path:
 def draw(console: "Console", report: "QuantizeReport") -> None:
     """The closing lines for people."""
     console.print(f"wrote {printable(str(report.output))}", style="bold", soft_wrap=True)
-    for title, text in facts(report):
-        console.print(f"  {title:<13} {printable(text)}", soft_wrap=True)
+    print_facts(console, facts(report))
 
 
 def facts(report: "QuantizeReport") -> Iterable[tuple[str, str]]:
@@ -135,7 +134,7 @@ def facts(report: "QuantizeReport") -> Iterable[tuple[str, str]]:
     )
     linears, total = report.quantized_linears, report.total_parameters
     yield "coverage", f"quantized {linears} linears, {share:.1%} of {total:,} parameters"
-    yield "group sizes", ", ".join(f"{group} in {count}" for group, count in report.group_sizes.items())
+    yield "schemes", ", ".join(f"{scheme} for {count} linears" for scheme, count in report.group_sizes.items())
     yield "size", f"{size(report.output_bytes)} from {size(report.source_bytes)}"
     if report.mean_error is not None and report.mean_rtn_error is not None:
         error, rounding = report.mean_error, report.mean_rtn_error

@@ -8,14 +8,16 @@ import json
 import os
 import re
 import sys
+import textwrap
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+FACT_TITLE = 13  # characters
 LINE_BREAK = re.compile(r"\s*[\r\n]+\s*")
 
 
@@ -64,6 +66,17 @@ def console(stream: TextStream) -> "Console":
 
     width = None if stream.isatty() else 160
     return Console(file=cast(IO[str], stream), markup=False, highlight=False, emoji=False, soft_wrap=False, width=width)
+
+
+def print_facts(console: "Console", facts: Iterable[tuple[str, str]]) -> None:
+    """Lines of a title and a text; on a terminal long texts go on below themselves."""
+    for title, text in facts:
+        line = f"  {title:<{FACT_TITLE}} {printable(text)}"
+        if console.is_terminal:
+            indent = " " * (FACT_TITLE + 3)
+            wrapper = textwrap.TextWrapper(console.width, subsequent_indent=indent, break_on_hyphens=False)
+            line = wrapper.fill(line)
+        console.print(line, soft_wrap=True)
 
 
 @dataclass(frozen=True)
