@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from cann_llm_quant.errors import UsageError
 from cann_llm_quant.models.arch import Arch, LinearSpec
-from cann_llm_quant.quant.scheme import Scheme, fitting_group_sizes, largest_fitting_group
+from cann_llm_quant.quant.scheme import Scheme, fitting_group_sizes, largest_fitting_group, scheme_for
 from cann_llm_quant.recipe import Recipe, WeightScheme, compile_pattern
 
 AUTO_GROUP = 128
@@ -49,7 +49,7 @@ def assign(arch: Arch, recipe: Recipe, *, allow_empty_pattern: bool = False, ten
         assert isinstance(scheme, WeightScheme)
         resolved = _resolve(spec, scheme, recipe)
         if resolved is None:
-            sizes = ", ".join(str(size) for size in fitting_group_sizes(spec.in_features))
+            sizes = ", ".join(str(size) for size in fitting_group_sizes(spec.in_features)) or "no group size"
             kept[spec.module] = f"group size {scheme.group_size} does not divide {spec.in_features} input features"
             misfits.append(f"{spec.module} has {spec.in_features} input features ({sizes} would fit)")
         else:
@@ -120,15 +120,16 @@ def _fusion_groups(arch: Arch) -> list[tuple[str, ...]]:
 
 
 def _resolve(spec: LinearSpec, wanted: WeightScheme, recipe: Recipe) -> Scheme | None:
-    dtype = f"int{wanted.bits}"
+    """The linear's scheme; None when no allowed group size divides its input."""
     if wanted.group_size == -1:
-        return Scheme(dtype, wanted.symmetric, "channel", None)  # type: ignore[arg-type]
-    size = AUTO_GROUP if wanted.group_size == "auto" else wanted.group_size
-    if spec.in_features % size and (wanted.group_size == "auto" or recipe.on_misfit == "smaller"):
-        size = largest_fitting_group(spec.in_features, size)
-    if spec.in_features % size:
-        return None
-    return Scheme(dtype, wanted.symmetric, "group", size)  # type: ignore[arg-type]
+        return scheme_for(wanted.bits, -1, wanted.symmetric)
+    if wanted.group_size == "auto":
+        size = largest_fitting_group(spec.in_features, AUTO_GROUP)
+    elif recipe.on_misfit == "smaller":
+        size = largest_fitting_group(spec.in_features, wanted.group_size)
+    else:
+        size = wanted.group_size if spec.in_features % wanted.group_size == 0 else None
+    return None if size is None else scheme_for(wanted.bits, size, wanted.symmetric)
 
 
 def _misfit_message(misfits: list[str], recipe: Recipe) -> str:

@@ -19,7 +19,7 @@ from cann_llm_quant.models.weights import build_layer, load_layer, load_outer
 
 
 class StreamedLogits:
-    """`windows -> one window's logits after another`; `progress(done, total)` counts passes of a window through a layer."""
+    """`windows -> logits of one window after another`; `progress(done, total)` counts windows through layers."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class StreamedLogits:
 
     @torch.inference_mode()
     def __call__(self, windows: Int[Tensor, "windows seq"]) -> Iterator[Float[Tensor, "seq vocab"]]:
-        """Logits of every window, in order, in the compute dtype; NaN passes through, for the evaluation to locate."""
+        """Logits of every window, in order, in the compute dtype; NaN passes through, for evaluation to locate."""
         count, length = windows.shape
         shape, total = (count, length, self._arch.hidden_size), count * self._arch.num_layers
         with tempfile.TemporaryDirectory(prefix="cann-llm-quant-") as scratch:

@@ -92,9 +92,9 @@ def is_native(path: Path) -> bool:
 
 
 def open_native(path: Path, dtype: torch.dtype | None = torch.float32) -> NativeCheckpoint:
-    """Open a directory that `quantize` .
+    """Open a directory that `quantize` wrote.
 
-    Ote. Raises CheckpointError when files are missing or contradict each other.
+    Raises CheckpointError when files are missing or contradict each other.
     """
     inference = load_inference_config(path)
     return NativeCheckpoint(open_checkpoint(str(path), accept_quantized=True), inference, dtype)

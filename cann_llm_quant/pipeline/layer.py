@@ -86,7 +86,13 @@ def quantize_layer(
         stored[name] = tensor.to(storage[name])
         running[name] = stored[name].to(torch.float32)
     smoothing = {
-        name: {"ratio": r.ratio, "identity_error": r.identity_error, "error": r.error, "reason": r.reason}
+        name: {
+            "rule": r.rule,
+            "ratio": r.ratio,
+            "identity_error": r.identity_error,
+            "error": r.error,
+            "reason": r.reason,
+        }
         for name, r in smoothed.searched.items()
     }
     record = {"kept": len(smoothed.tensors), "linears": linears, "smoothing": smoothing}

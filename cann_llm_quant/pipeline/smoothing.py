@@ -18,11 +18,11 @@ from cann_llm_quant.calibrate.statistics import SiteStatistics
 from cann_llm_quant.models.arch import Arch, Layer, Site
 from cann_llm_quant.quant.awq import AwqResult, search_scale
 from cann_llm_quant.quant.fold import (
-    divide_norm_gain,
     divide_rows,
     multiply_columns,
     rescale_hessian,
     spread_rows,
+    stored_norm_gain,
     tie_over_repeats,
 )
 from cann_llm_quant.quant.scheme import Scheme
@@ -59,9 +59,9 @@ def smooth_layer(
         quantized = [m for m in (layer.linear(role).module for role in site.linears) if m in schemes]
         if not quantized:
             continue
-        result = _search(arch, site, quantized, folded, measured[site.name], schemes, storage, clip)
+        result = _search(arch, layer, site, quantized, folded, measured[site.name], schemes, storage, clip)
         searched[site.name] = result
-        if result.ratio is None:
+        if result.rule == "identity":
             continue
         factor = _fold_producer(arch, layer, site, folded, result.factor, storage)
         for role in site.linears:
@@ -73,6 +73,7 @@ def smooth_layer(
 
 def _search(
     arch: Arch,
+    layer: Layer,
     site: Site,
     quantized: list[str],
     tensors: Mapping[str, Tensor],
@@ -82,15 +83,33 @@ def _search(
     clip: bool,
 ) -> AwqResult:
     tie = _shared_rows(arch, site)
+    dtype = storage[f"{quantized[0]}.weight"]
     return search_scale(
         [tensors[f"{module}.weight"] for module in quantized],
         statistics.hessian,
         statistics.mean_abs,
         [schemes[module] for module in quantized],
-        storage[f"{quantized[0]}.weight"],
+        dtype,
         tie=None if tie is None else tie.to(statistics.hessian.device),
-        clip=clip,
+        clip="mse" if clip else "minmax",
+        storage=dtype,
+        producer_max=_producer_max(arch, layer, site, tensors),
     )
+
+
+def _producer_max(arch: Arch, layer: Layer, site: Site, tensors: Mapping[str, Tensor]) -> Float[Tensor, " in"]:
+    """Largest magnitude that the producer stores for each channel of the site's input."""
+    producer = site.producer
+    assert producer is not None
+    if producer.kind == "norm":
+        return (arch.norm_offset + tensors[_parameter(layer, producer.role)]).abs()
+    rows = tensors[f"{layer.linear(producer.role).module}.weight"].abs().amax(1)
+    tie = _shared_rows(arch, site)
+    return rows if tie is None else rows[tie.to(rows.device)]
+
+
+def _parameter(layer: Layer, role: str) -> str:
+    return next(p.name for p in layer.parameters if p.role == role)
 
 
 def _shared_rows(arch: Arch, site: Site) -> Int[Tensor, " in"] | None:
@@ -113,12 +132,10 @@ def _fold_producer(
     producer = site.producer
     assert producer is not None
     if producer.kind == "norm":
-        name = next(p.name for p in layer.parameters if p.role == producer.role)
-        gain = tensors[name]
-        rounded = divide_norm_gain(gain, factor, arch.norm_offset).to(storage[name]).to(torch.float32)
-        tensors[name] = rounded
-        before, after = arch.norm_offset + gain, arch.norm_offset + rounded
-        return torch.where((after == 0) | (before == 0), factor, before / after)
+        name = _parameter(layer, producer.role)
+        stored, divided = stored_norm_gain(tensors[name], factor, arch.norm_offset, storage[name])
+        tensors[name] = stored.to(torch.float32)
+        return divided
     module = layer.linear(producer.role).module
     tie = _shared_rows(arch, site)
     rows = factor if tie is None else spread_rows(factor, tie.to(factor.device))
