@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_folders import dequantized_copy, save_native
+from runner_tokenizers import byte_level, sentencepiece_like
 from tiny_models import save_tiny
-from tiny_tokenizers import byte_level, sentencepiece_like
 from transformers import AutoModelForCausalLM
 
 from cann_llm_quant.errors import CheckpointError, InputError, UsageError

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tiny_tokenizers import byte_level, sentencepiece_like
+from runner_tokenizers import byte_level, sentencepiece_like
 
 from cann_llm_quant.runner.text_stream import CONTEXT, REPLACEMENT, TextStream, byte_tokens
 
