@@ -200,7 +200,7 @@ English that looks like Python documentation and knows nothing.
   ({seen / 1e6:.1f} M tokens, {seen / tokens:.1f} passes), AdamW, weight decay {settings.weight_decay}, cosine
   from {settings.peak_rate}, {minutes:.0f} minutes of wall time.
 - Loss in nats per token: training {train_loss:.3f}, held-out text {held_out:.3f} (perplexity
-  {math.exp(held_out):.2f}, windows of BOS and 255 tokens).
+  {math.exp(held_out):.2f}, windows of BOS and 255 tokens; it also chose the checkpoint).
 - Versions: Python {platform.python_version()}, torch {torch.__version__},
   transformers {transformers.__version__}, tokenizers {tokenizers.__version__}; {date.today().isoformat()}.
 - Licence: Apache-2.0 for the weights, PSF-2.0 for the text they were trained on: see `LICENSE`.
