@@ -21,6 +21,7 @@ are cut, which bounds the work. The min-max grid is always among the candidates.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from jaxtyping import Float, Int8
@@ -67,7 +68,7 @@ def search_grid(
     effort = _Effort(torch.linspace(1.0, shrink_to, steps).tolist(), refine, scheme, scale_dtype)
     if scheme.strategy == "tensor":
         low, high = _extremes(_grouped(w, scheme))
-        scale, zero_point = _search(lambda s, z: _tensor_cost(w, s, z, scheme, weighting), low, high, effort)
+        scale, zero_point = _search(partial(_tensor_cost, w, weighting, scheme), low, high, effort)
         return _stored(scale, zero_point, scheme, scale_dtype)
     groups = _grouped(w, scheme).transpose(0, 1)
     scales = torch.empty(groups.shape[:2], device=w.device)
@@ -77,7 +78,7 @@ def search_grid(
     for g in range(0, groups.shape[0], count):
         for r in range(0, w.shape[0], rows):
             chunk = groups[g : g + count, r : r + rows].to(torch.float32).contiguous()
-            cost = _chunk_cost(chunk, weighting.groups(g, g + count), scheme)
+            cost = partial(_chunk_cost, chunk, weighting.groups(g, g + count), scheme, torch.empty_like(chunk))
             scale, zero_point = _search(cost, *_extremes(chunk), effort)
             scales[g : g + count, r : r + rows] = scale
             if zero_points is not None and zero_point is not None:
@@ -244,25 +245,20 @@ def _cheaper(a: _Trial, b: _Trial) -> _Trial:
     zero_point = None
     if a.zero_point is not None and b.zero_point is not None:
         zero_point = torch.where(won, b.zero_point, a.zero_point)
-
-    def pick(x: Tensor, y: Tensor) -> Tensor:
-        return torch.where(won, y, x)
-
-    low, high = pick(a.low, b.low), pick(a.high, b.high)
-    return _Trial(pick(a.cost, b.cost), low, high, pick(a.scale, b.scale), zero_point)
+    cost, low, high, scale = (
+        torch.where(won, y, x) for x, y in ((a.cost, b.cost), (a.low, b.low), (a.high, b.high), (a.scale, b.scale))
+    )
+    return _Trial(cost, low, high, scale, zero_point)
 
 
-def _chunk_cost(chunk: Tensor, weighting: _Weighting, scheme: Scheme) -> Cost:
-    """Cost of a chunk `[groups, rows, columns]`; one buffer serves all trials."""
-    buffer = torch.empty_like(chunk)
-
-    def cost(scale: Tensor, zero_point: Tensor | None) -> Tensor:
-        return weighting.cost(_errors(chunk, scale, zero_point, scheme, buffer))
-
-    return cost
+def _chunk_cost(
+    chunk: Tensor, weighting: _Weighting, scheme: Scheme, buffer: Tensor, scale: Tensor, zero_point: Tensor | None
+) -> Tensor:
+    """Cost of a chunk `[groups, rows, columns]` on a grid; one buffer like the chunk serves all trials."""
+    return weighting.cost(_errors(chunk, scale, zero_point, scheme, buffer))
 
 
-def _tensor_cost(w: Tensor, scale: Tensor, zero_point: Tensor | None, scheme: Scheme, weighting: _Weighting) -> Tensor:
+def _tensor_cost(w: Tensor, weighting: _Weighting, scheme: Scheme, scale: Tensor, zero_point: Tensor | None) -> Tensor:
     """Cost of one grid for the whole matrix, summed over blocks of rows in a fixed order."""
     total = torch.zeros(1, 1, device=w.device)
     rows = max(1, _CHUNK_ELEMENTS // w.shape[1])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import save_text, save_tiny
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from cann_llm_quant.calibrate.streamed_logits import StreamedLogits
 from cann_llm_quant.checkpoint import open_checkpoint
@@ -58,19 +58,16 @@ def test_transformers_loads_the_output_with_the_same_logits(
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_asymmetric_weights_equal_those_that_transformers_dequantizes(tmp_path: Path, text: Path, bits: int) -> None:
-    from transformers import CompressedTensorsConfig
-
     model = save_tiny(tmp_path / "model")
     quantize(model, tmp_path / "out", text, scheme=WeightScheme(bits=bits, group_size=16, symmetric=False))
     # Without dequantize=True transformers 5.24 refuses every asymmetric compressed-tensors file.
     config = CompressedTensorsConfig(dequantize=True)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32, quantization_config=config)
     state = theirs.state_dict()
-    with open_native(tmp_path / "out") as checkpoint:
+    # They round each product to the scales' bf16, which is what dtype None asks of our reader.
+    with open_native(tmp_path / "out", dtype=None) as checkpoint:
         for module in sorted(checkpoint.modules):
-            torch.testing.assert_close(
-                checkpoint.load(f"{module}.weight"), state[f"{module}.weight"], rtol=1e-6, atol=0
-            )
+            assert torch.equal(checkpoint.load(f"{module}.weight").float(), state[f"{module}.weight"].float())
 
 
 def test_awq_is_better_than_rounding_and_float_export_is_the_same_function(tmp_path: Path, text: Path) -> None:
@@ -128,7 +125,7 @@ def test_c11_biases_are_kept_and_moved_only_with_their_rows(tmp_path: Path, text
     quantize(model, tmp_path / "plain", text, method="rtn")
     source, written = (load_file(p / "model.safetensors") for p in (model, tmp_path / "plain"))
     biases = [name for name in source if name.endswith(".bias")]
-    assert len(biases) == 9
+    assert len(biases) == 6
     assert all(torch.equal(source[name], written[name]) for name in biases)
 
 

@@ -29,7 +29,7 @@ def drive(model: Path, out: Path, text: Path, budget: int, points: list[int]) ->
 
 @pytest.mark.parametrize("budget", [SPOOLED, IN_MEMORY])
 def test_killed_runs_end_bit_identical(tmp_path: Path, budget: int) -> None:
-    model, text = save_tiny(tmp_path / "model"), save_text(tmp_path / "text.txt")
+    model, text = save_tiny(tmp_path / "model", num_hidden_layers=3), save_text(tmp_path / "text.txt")
     whole = drive(model, tmp_path / "whole", text, SPOOLED, [])
     assert whole == {"endings": [], "resumed": 0}
     # About 38 events a run: the first points fall into the first layer, the later ones into later layers.
@@ -41,14 +41,14 @@ def test_killed_runs_end_bit_identical(tmp_path: Path, budget: int) -> None:
 
 
 def test_late_kill_resumes_after_the_whole_layers(tmp_path: Path) -> None:
-    model, text = save_tiny(tmp_path / "model"), save_text(tmp_path / "text.txt")
+    model, text = save_tiny(tmp_path / "model", num_hidden_layers=3), save_text(tmp_path / "text.txt")
     result = drive(model, tmp_path / "out", text, SPOOLED, [35])
     assert result["endings"] == [-9]
     assert result["resumed"] == 2
 
 
 def test_changed_settings_data_or_source_refuse_to_resume_and_say_what_differs(tmp_path: Path) -> None:
-    model, text = save_tiny(tmp_path / "model"), save_text(tmp_path / "text.txt")
+    model, text = save_tiny(tmp_path / "model", num_hidden_layers=3), save_text(tmp_path / "text.txt")
     recipe = Recipe(calibration=Calibration(data=(str(text),), samples=4, length=32))
 
     def stop(event: object) -> None:
@@ -68,10 +68,10 @@ def test_changed_settings_data_or_source_refuse_to_resume_and_say_what_differs(t
     with pytest.raises(ResumeError, match="corpus"):
         attempt(recipe)
     save_text(text)
-    save_tiny(model, seed=5)
+    save_tiny(model, seed=5, num_hidden_layers=3)
     with pytest.raises(ResumeError, match="source"):
         attempt(recipe)
-    save_tiny(model)
+    save_tiny(model, num_hidden_layers=3)
     attempt(recipe)
     with pytest.raises(UsageError, match="out"):
         attempt(recipe)
