@@ -2,7 +2,8 @@
 
     python kill_driver.py MODEL OUT TEXT BUDGET EVENT [EVENT ...]
 
-Prints one JSON object: how each child ended, and how many layers the last run took from the journal.
+Prints one JSON object: how each child ended, and how many layers the last run took from the journal (null: the last
+child had ended the work).
 """
 
 import json
@@ -37,8 +38,12 @@ def main() -> None:
             quantize_model(model, Path(out), recipe, options=options, progress=die)
             os._exit(0)
         endings.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-    report = quantize_model(model, Path(out), recipe, options=options)
-    print(json.dumps({"endings": endings, "resumed": report.resumed_layers}))
+        if endings[-1] == 0:  # a resumed run has fewer events and may end before its point
+            break
+    resumed = None
+    if not Path(out).exists():
+        resumed = quantize_model(model, Path(out), recipe, options=options).resumed_layers
+    print(json.dumps({"endings": endings, "resumed": resumed}))
 
 
 main()
