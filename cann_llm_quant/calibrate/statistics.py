@@ -9,6 +9,7 @@ adding the same rows in other chunks changes the last bits (measured 1.5e-3 for 
 matrix).
 """
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -38,11 +39,22 @@ class _Accumulator:
 
     def add(self, x: Float[Tensor, "tokens in"]) -> None:
         x = x.to(torch.float32)
-        self.hessian.addmm_(x.T, x)
+        for begin, end in _strips(x.shape[1]):
+            self.hessian[begin:end, :end].addmm_(x[:, begin:end].T, x[:, :end])
         magnitude = x.abs()
         self.abs_sum += magnitude.sum(0).to(torch.float64)
         self.amax = torch.maximum(self.amax, magnitude.amax(0))
         self.tokens += x.shape[0]
+
+
+def _strips(features: int) -> list[tuple[int, int]]:
+    """Row ranges of the Gram matrix; of each only the columns up to its end are summed, the rest is their mirror image.
+
+    Four strips need 5/8 of the products; below 256 columns the calls cost more than the products saved.
+    """
+    count = 4 if features >= 256 else 1
+    edges = [features * i // count for i in range(count + 1)]
+    return list(itertools.pairwise(edges))
 
 
 class StatisticsCollector:
@@ -63,6 +75,13 @@ class StatisticsCollector:
     def finish(self) -> dict[str, SiteStatistics]:
         """Statistics by site; a site that saw no token (an expert that nothing was routed to) is absent."""
         return {
-            site: SiteStatistics(s.hessian, (s.abs_sum / s.tokens).to(torch.float32), s.amax, s.tokens)
+            site: SiteStatistics(_mirrored(s.hessian), (s.abs_sum / s.tokens).to(torch.float32), s.amax, s.tokens)
             for site, s in self._sums.items()
         }
+
+
+def _mirrored(hessian: Float[Tensor, "in in"]) -> Float[Tensor, "in in"]:
+    """The lower triangle copied over the upper, in place, a strip at a time."""
+    for begin, end in _strips(hessian.shape[0]):
+        hessian[:begin, begin:end] = hessian[begin:end, :begin].T
+    return hessian

@@ -19,6 +19,16 @@ def test_sums_equal_float64_reference() -> None:
     assert measured.tokens == 15
 
 
+def test_wide_sites_are_summed_by_strips_into_the_same_symmetric_matrix() -> None:
+    x = torch.randn(40, 301, generator=torch.Generator().manual_seed(0))
+    collector = StatisticsCollector(["down"])
+    collector.observe("down", x[:25])
+    collector.observe("down", x[25:])
+    hessian = collector.finish()["down"].hessian
+    torch.testing.assert_close(hessian.double(), x.double().T @ x.double(), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(hessian, hessian.T, rtol=1e-6, atol=1e-6)
+
+
 def test_only_wanted_sites_are_kept_and_an_unseen_expert_is_absent() -> None:
     collector = StatisticsCollector(["experts.0.down", "experts.1.down"])
     collector.observe("experts.0.down", torch.ones(2, 3))
