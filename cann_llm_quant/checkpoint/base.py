@@ -24,8 +24,8 @@ class TensorInfo:
 class Checkpoint(Protocol):
     """A model's files, opened: a directory of safetensors or `.bin` shards, or a GGUF file.
 
-    Opening validates everything that can be checked without reading tensor data; `load` reads one tensor. Implementations
-    may hold file handles, so a checkpoint is a context manager.
+    Opening validates everything that can be checked without reading tensor data; `load` reads one tensor.
+    Implementations may hold file handles, so a checkpoint is a context manager.
     """
 
     @property

@@ -32,15 +32,11 @@ def check_target(out: Path, partial: Path, overwrite: bool) -> None:
     """Refuse before anything is touched: a folder that is not ours, an output that must not be replaced."""
     ours = (partial / "run.json").is_file()
     if partial.exists() and not ours and not {path.name for path in partial.iterdir()} <= _SKELETON:
-        raise UsageError(
-            f"{partial} has no run.json, so it is no unfinished output: move it away or choose another -o"
-        )
+        raise UsageError(f"{partial} has no run.json, so it is no unfinished output: move it away or choose another -o")
     if out.exists() and not ours and not overwrite:
         raise UsageError(f"{out} exists already: choose another -o, or pass --overwrite to replace it")
     if overwrite and out.exists() and not _is_checkpoint(out):
-        raise UsageError(
-            f"{out} is no checkpoint folder, so --overwrite will not replace it: choose another -o"
-        )
+        raise UsageError(f"{out} is no checkpoint folder, so --overwrite will not replace it: choose another -o")
 
 
 def _is_checkpoint(path: Path) -> bool:
@@ -62,9 +58,7 @@ def lock_folder(partial: Path) -> BinaryIO:
             raise BlockingIOError
     except BlockingIOError:
         handle.close()
-        raise UsageError(
-            f"{partial} is being written by another process: wait for it or choose another -o"
-        ) from None
+        raise UsageError(f"{partial} is being written by another process: wait for it or choose another -o") from None
     return handle
 
 
@@ -83,9 +77,7 @@ def settle(out: Path, partial: Path, identity: dict[str, Any], overwrite: bool) 
     plan = Plan.from_json(plan_file.read_bytes()) if plan_file.exists() else None
     published = plan is not None and not (partial / "result").exists()
     if published and not out.exists():
-        raise ResumeError(
-            f"{out} was whole but is gone, and its units with it: delete {partial} to start again"
-        )
+        raise ResumeError(f"{out} was whole but is gone, and its units with it: delete {partial} to start again")
     if out.exists() and not published and not overwrite:
         raise UsageError(f"{out} exists already: choose another -o, or pass --overwrite to replace it")
     if stored is None:

@@ -96,9 +96,7 @@ def entry_bound(span: Span) -> int:
     """Header bytes of one tensor, with both offsets at their longest (20 digits)."""
     name = json.dumps(span.name, ensure_ascii=False).encode("utf-8")
     shape = json.dumps(list(span.shape), separators=(",", ":"))
-    return (
-        len(name) + len(span.dtype) + len(shape) + 2 * 20 + len(',:{"dtype":"","shape":,"data_offsets":[,]}')
-    )
+    return len(name) + len(span.dtype) + len(shape) + 2 * 20 + len(',:{"dtype":"","shape":,"data_offsets":[,]}')
 
 
 def read_header(path: Path) -> tuple[list[Span], int]:
@@ -114,10 +112,7 @@ def read_header(path: Path) -> tuple[list[Span], int]:
             raise CheckpointError(f"{path} is cut off inside its header ({size} bytes): write it again")
         header = json.loads(file.read(length).decode("utf-8"))
     header.pop("__metadata__", None)
-    spans = [
-        Span(name, item["dtype"], tuple(item["shape"]), *item["data_offsets"])
-        for name, item in header.items()
-    ]
+    spans = [Span(name, item["dtype"], tuple(item["shape"]), *item["data_offsets"]) for name, item in header.items()]
     spans.sort(key=lambda span: (span.begin, span.end))
     expected = 8 + length + (spans[-1].end if spans else 0)
     if size != expected:

@@ -89,9 +89,7 @@ def _shard_from_json(stored: dict[str, Any]) -> Shard:
     return Shard(stored["name"], tuple(pieces), stored["whole_unit"])
 
 
-def plan_shards(
-    units: Sequence[tuple[str, Sequence[Span]]], max_shard_bytes: int, metadata: Mapping[str, str]
-) -> Plan:
+def plan_shards(units: Sequence[tuple[str, Sequence[Span]]], max_shard_bytes: int, metadata: Mapping[str, str]) -> Plan:
     """Divide `units` (file, tensors; in order) into files of at most `max_shard_bytes`, headers included."""
     frame = header_bound([], metadata)
     groups: list[list[Piece]] = [[]]
@@ -181,9 +179,7 @@ def _copy_bytes(source: BinaryIO, out: BinaryIO, count: int) -> None:
     while count:
         chunk = source.read(min(count, CHUNK_BYTES))
         if not chunk:
-            raise CheckpointError(
-                f"{source.name} ended early while it was copied: delete the unfinished output"
-            )
+            raise CheckpointError(f"{source.name} ended early while it was copied: delete the unfinished output")
         out.write(chunk)
         count -= len(chunk)
 
@@ -196,9 +192,7 @@ def check_shards(plan: Plan, folder: Path) -> None:
             raise CheckpointError(f"{path} is missing though it was written: delete the unfinished output")
         spans, _ = read_header(path)
         if spans != shard.spans:
-            raise CheckpointError(
-                f"{path} holds other tensors than were written: delete the unfinished output"
-            )
+            raise CheckpointError(f"{path} holds other tensors than were written: delete the unfinished output")
 
 
 def index_json(plan: Plan) -> bytes:

@@ -54,9 +54,7 @@ class WrittenCheckpoint:
 class CheckpointWriter:
     """An output in the making, made by `CheckpointWriter.open`; leaving its context releases the lock."""
 
-    def __init__(
-        self, out: Path, *, lock: BinaryIO, max_shard_bytes: int, overwrite: bool, plan: Plan | None
-    ) -> None:
+    def __init__(self, out: Path, *, lock: BinaryIO, max_shard_bytes: int, overwrite: bool, plan: Plan | None) -> None:
         self._out = out
         self._partial = partial_path(out)
         self._lock = lock
@@ -144,13 +142,10 @@ class CheckpointWriter:
 
     def _check_storable(self, unit: str, name: str, tensor: Tensor) -> None:
         if tensor.is_meta:
-            raise CheckpointError(
-                f"tensor {name!r} of unit {unit!r} is on the meta device and has no data to write"
-            )
+            raise CheckpointError(f"tensor {name!r} of unit {unit!r} is on the meta device and has no data to write")
         if tensor.layout != torch.strided or tensor.dtype not in DTYPE_NAMES:
             raise CheckpointError(
-                f"tensor {name!r} of unit {unit!r} is {tensor.dtype} {tensor.layout}, "
-                "which safetensors cannot hold"
+                f"tensor {name!r} of unit {unit!r} is {tensor.dtype} {tensor.layout}, which safetensors cannot hold"
             )
         if name == "__metadata__" or name in self._owners:
             owner = self._owners.get(name, "the file format")
@@ -162,13 +157,9 @@ class CheckpointWriter:
             path = self._units / entry.file
             if entry.unit == unit and path.exists():
                 return read_tensors(path)
-        raise CheckpointError(
-            f"unit {unit!r} is not in {self._units}: never written, or already merged into a shard"
-        )
+        raise CheckpointError(f"unit {unit!r} is not in {self._units}: never written, or already merged into a shard")
 
-    def finish(
-        self, files: Mapping[str, bytes], metadata: Mapping[str, str] | None = None
-    ) -> WrittenCheckpoint:
+    def finish(self, files: Mapping[str, bytes], metadata: Mapping[str, str] | None = None) -> WrittenCheckpoint:
         """Merge the units into shards, add the companion `files`, check everything and publish OUT.
 
         `metadata` joins the safetensors headers. Raises UsageError for a file name that leaves the folder or
@@ -194,9 +185,7 @@ class CheckpointWriter:
         if self._plan is None:
             units = [(entry.file, read_header(self._units / entry.file)[0]) for entry in self._entries]
             if not any(spans for _, spans in units):
-                raise CheckpointError(
-                    f"no tensors were written to {self._partial}: there is nothing to publish"
-                )
+                raise CheckpointError(f"no tensors were written to {self._partial}: there is nothing to publish")
             self._result.mkdir(exist_ok=True)
             self._plan = plan_shards(units, self._max_shard_bytes, metadata)
             write_file(self._partial / "plan.json", self._plan.to_json())
@@ -219,9 +208,7 @@ class CheckpointWriter:
             for piece in shard.pieces:
                 path = self._units / piece.file
                 if not path.exists() or path.stat().st_size != sizes.get(piece.file):
-                    raise ResumeError(
-                        f"{path} is damaged, so {shard.name} cannot be made: delete {self._partial}"
-                    )
+                    raise ResumeError(f"{path} is damaged, so {shard.name} cannot be made: delete {self._partial}")
         return entries
 
     def _published(self) -> bool:
@@ -230,9 +217,7 @@ class CheckpointWriter:
     def _publish(self) -> None:
         if self._out.exists():
             if not self._overwrite:
-                raise UsageError(
-                    f"{self._out} has appeared meanwhile: move it away and run again, or pass --overwrite"
-                )
+                raise UsageError(f"{self._out} has appeared meanwhile: move it away and run again, or pass --overwrite")
             remove(self._partial / "replaced")
             os.replace(self._out, self._partial / "replaced")
         os.replace(self._result, self._out)
