@@ -34,7 +34,7 @@ def report_failure(error: BaseException, reply: Reply, *, debug: bool) -> int:
 def describe(error: BaseException, *, debug: bool = False) -> tuple[int, str]:
     """Exit code and one-line message of an exception."""
     if isinstance(error, KeyboardInterrupt | typer.Abort):
-        return INTERRUPTED, "interrupted; the same command resumes an unfinished output"
+        return INTERRUPTED, "interrupted; the same command goes on with an unfinished output"
     if isinstance(error, CannQuantError):
         return error.exit_code, one_line(str(error))
     if isinstance(error, typer.TyperException):

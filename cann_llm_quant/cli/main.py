@@ -17,7 +17,7 @@ from typer.core import TyperGroup
 from cann_llm_quant import __version__
 from cann_llm_quant.cli.demo import demo
 from cann_llm_quant.cli.export import export
-from cann_llm_quant.cli.failure import report_failure
+from cann_llm_quant.cli.failure import INTERRUPTED, report_failure
 from cann_llm_quant.cli.help import CONTEXT_SETTINGS, SectionedCommand
 from cann_llm_quant.cli.inspect import inspect
 from cann_llm_quant.cli.perplexity import perplexity
@@ -85,6 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         quiet_libraries()
     try:
         code = run_command(arguments)
+        if code == INTERRUPTED:  # typer has caught Ctrl-C and says nothing
+            raise KeyboardInterrupt
         sys.stdout.flush()
     except SystemExit as leaving:
         code = leaving.code

@@ -129,6 +129,16 @@ def test_c59_every_failure_has_its_code_and_one_line(
     assert err.count("\n") == 1
 
 
+def test_c59_ctrl_c_inside_a_command(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("cann_llm_quant.cli.quantize.resolve_recipe", interrupted)
+    code, out, err = run("quantize", "m", "-o", "o")
+    assert (code, out) == (130, "")
+    assert err.startswith("error: interrupted")
+
+
 def test_debug_shows_the_traceback(run: Run, failing: Callable[[BaseException], None]) -> None:
     failing(ValueError("whoops"))
     _, _, err = run("inspect", "m", "--debug")
