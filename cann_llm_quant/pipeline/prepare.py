@@ -139,7 +139,7 @@ def estimate_peak_bytes(job: Job) -> int:
         features = {site.name: layer.linear(site.linears[0]).in_features for site in layer.sites}
         grams = sum(n * n for n in features.values()) if job.recipe.needs_calibration else 0
         largest = max(spec.out_features * spec.in_features for spec in layer.linears)
-        widest = max(widest, 4 * weights + weights + 4 * grams + 12 * largest)
+        widest = max(widest, 5 * weights + 8 * grams + 16 * largest)
     activations = 0
     if job.ids is not None:
         states = job.ids.numel() * job.arch.hidden_size * job.dtype.itemsize

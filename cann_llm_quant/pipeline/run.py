@@ -85,32 +85,36 @@ def _write_outer(job: Job, writer: CheckpointWriter, unit: str, names: list[str]
 
 
 def _quantize_layers(job: Job, writer: CheckpointWriter, finished: int, tell: Tell) -> None:
-    layers, windows = job.arch.layers, 0 if job.ids is None else job.ids.shape[0]
-    total = max(1, 2 * windows) * len(layers)
-    if finished == len(layers):
+    if finished == job.arch.num_layers:
         return
     states = None if job.ids is None else _states_before(job, writer, finished, tell)
-    for layer in layers[finished:]:
-        name = f"layer {layer.index + 1}/{len(layers)}"
-        done = max(1, 2 * windows) * layer.index
-        statistics: dict[str, SiteStatistics] = {}
-        probe = None
-        if states is not None:
-            statistics = _measure(job, layer, states, partial(_tell_pass, tell, "calibrate", done, total, name))
-            probe = next(states.windows())
-        tell(Event("solve", done + windows, total, name))
-        result = _solve(job, layer, statistics, probe)
-        for warning in result.warnings:
-            tell(Event("solve", done + windows, total, name, message=warning, warning=True))
-        error = _mean_error(result.record)
-        if states is not None and layer.index + 1 < len(layers):
-            running = _build(job, layer, result.running)
-            for window in states.advance(running):
-                _tell_pass(tell, "propagate", done + windows, total, name, window, error)
-        writer.write_unit(f"layer.{layer.index}", result.stored, result.record)
-        if states is not None:
-            states.forget_before(layer.index + 1)
-        tell(Event("solve", done + max(1, 2 * windows), total, name, error))
+    for layer in job.arch.layers[finished:]:
+        _quantize_layer(job, writer, layer, states, tell)
+
+
+def _quantize_layer(job: Job, writer: CheckpointWriter, layer: Layer, states: HiddenStates | None, tell: Tell) -> None:
+    """Measure, solve, pass the activations on, write; a function of its own so that nothing of a layer outlives it."""
+    windows = 0 if job.ids is None else job.ids.shape[0]
+    passes, count = max(1, 2 * windows), job.arch.num_layers
+    name, done, total = f"layer {layer.index + 1}/{count}", passes * layer.index, passes * count
+    statistics: dict[str, SiteStatistics] = {}
+    probe = None
+    if states is not None:
+        statistics = _measure(job, layer, states, partial(_tell_pass, tell, "calibrate", done, total, name))
+        probe = next(states.windows())
+    tell(Event("solve", done + windows, total, name))
+    result = _solve(job, layer, statistics, probe)
+    statistics.clear()
+    for warning in result.warnings:
+        tell(Event("solve", done + windows, total, name, message=warning, warning=True))
+    error = _mean_error(result.record)
+    if states is not None and layer.index + 1 < count:
+        for window in states.advance(_build(job, layer, result.running)):
+            _tell_pass(tell, "propagate", done + windows, total, name, window, error)
+    writer.write_unit(f"layer.{layer.index}", result.stored, result.record)
+    if states is not None:
+        states.forget_before(layer.index + 1)
+    tell(Event("solve", done + passes, total, name, error))
 
 
 def _tell_pass(
