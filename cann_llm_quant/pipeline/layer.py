@@ -13,11 +13,10 @@ from cann_llm_quant.calibrate.stream import run_layer
 from cann_llm_quant.export import native
 from cann_llm_quant.models.arch import Arch, Layer
 from cann_llm_quant.models.weights import build_layer
+from cann_llm_quant.pipeline.linear import rounding_error, solve_linear
 from cann_llm_quant.pipeline.smoothing import Smoothed, smooth_layer
-from cann_llm_quant.quant import rtn
-from cann_llm_quant.quant.error import relative_output_error
-from cann_llm_quant.quant.grid import choose_scale_dtype
-from cann_llm_quant.quant.scheme import QuantizedTensor, Scheme
+from cann_llm_quant.quant.awq import AwqResult
+from cann_llm_quant.quant.scheme import Scheme
 from cann_llm_quant.recipe import Recipe
 
 FOLD_TOLERANCE = 1e-4
@@ -51,15 +50,11 @@ def quantize_layer(
     `schemes` go by module, `storage` is each tensor's stored dtype. `probe` is one window of the layer's input, for
     the check that folding left the float function alone (None: the method reads no activations).
     """
-    tensors, roles = load(), {spec.module: spec.role for spec in layer.linears}
-    site_of = {role: site.name for site in layer.sites for role in site.linears}
-    site_names = {module: site_of[roles[module]] for module in schemes}
+    tensors = load()
+    site_of = {layer.linear(role).module: site.name for site in layer.sites for role in site.linears}
     rtn_errors = {
-        module: _rounding_error(
-            tensors[f"{module}.weight"],
-            scheme,
-            storage[f"{module}.weight"],
-            statistics.get(site_names[module]),
+        module: rounding_error(
+            tensors[f"{module}.weight"], scheme, storage[f"{module}.weight"], statistics.get(site_of[module])
         )
         for module, scheme in schemes.items()
     }
@@ -71,32 +66,29 @@ def quantize_layer(
     running: dict[str, Tensor] = {}
     linears: dict[str, Any] = {}
     for module, scheme in schemes.items():
-        site = smoothed.statistics.get(site_names[module])
-        weight = smoothed.tensors.pop(f"{module}.weight")
-        quantized = _solve(weight, scheme, storage[f"{module}.weight"], site, recipe)
-        running[f"{module}.weight"] = quantized.dequantize()
-        error = None if site is None else relative_output_error(weight, running[f"{module}.weight"], site.hessian)
-        linears[module] = {
-            "rtn_error": rtn_errors[module],
-            "error": error,
-            "tokens": site.tokens if site else None,
-        }
-        stored |= native.encode(module, quantized)
+        name, site = f"{module}.weight", smoothed.statistics.get(site_of[module])
+        solved = solve_linear(
+            smoothed.tensors.pop(name),
+            scheme,
+            storage[name],
+            site,
+            clip=recipe.clipping,
+            rtn_error=rtn_errors[module],
+        )
+        running[name] = solved.weight.dequantize()
+        stored |= native.encode(module, solved.weight)
+        tokens = None if site is None else site.tokens
+        linears[module] = {"rtn_error": rtn_errors[module], "error": solved.error, "tokens": tokens}
     for name, tensor in smoothed.tensors.items():
         stored[name] = tensor.to(storage[name])
         running[name] = stored[name].to(torch.float32)
-    smoothing = {
-        name: {
-            "rule": r.rule,
-            "ratio": r.ratio,
-            "identity_error": r.identity_error,
-            "error": r.error,
-            "reason": r.reason,
-        }
-        for name, r in smoothed.searched.items()
-    }
+    smoothing = {site: _describe(result) for site, result in smoothed.searched.items()}
     record = {"kept": len(smoothed.tensors), "linears": linears, "smoothing": smoothing}
     return LayerResult(stored, running, record, warnings)
+
+
+def _describe(result: AwqResult) -> dict[str, Any]:
+    return {key: value for key, value in vars(result).items() if key != "factor"}
 
 
 def _smooth_checked(
@@ -123,40 +115,3 @@ def _smooth_checked(
         "the layer was quantized without them"
     )
     return Smoothed(load(), dict(statistics), {}), (warning,)
-
-
-def _solve(
-    weight: Float[Tensor, "out in"],
-    scheme: Scheme,
-    storage: torch.dtype,
-    site: SiteStatistics | None,
-    recipe: Recipe,
-) -> QuantizedTensor:
-    """The better, by exact output error.
-
-    Of the searched grid and the plain one (their own criterion is per group only).
-    """
-    scale_dtype = choose_scale_dtype(weight, scheme, storage)
-    plain = rtn.solve(weight, scheme, scale_dtype, clip="minmax")
-    if not recipe.clipping:
-        return plain
-    hessian = site.hessian if site is not None else None
-    searched = rtn.solve(weight, scheme, scale_dtype, clip="mse", hessian=hessian)
-    if hessian is None:
-        return searched
-    losses = [relative_output_error(weight, q.dequantize(), hessian) for q in (searched, plain)]
-    return searched if losses[0] <= losses[1] else plain
-
-
-def _rounding_error(
-    weight: Float[Tensor, "out in"],
-    scheme: Scheme,
-    storage: torch.dtype,
-    site: SiteStatistics | None,
-) -> float | None:
-    """Relative output error of plain min-max rounding of the untouched weight; None without statistics."""
-    if site is None:
-        return None
-    scale_dtype = choose_scale_dtype(weight, scheme, storage)
-    rounded = rtn.solve(weight, scheme, scale_dtype, clip="minmax").dequantize()
-    return relative_output_error(weight, rounded, site.hessian)
