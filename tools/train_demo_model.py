@@ -36,7 +36,7 @@ BOS, EOS = "<|bos|>", "<|eos|>"
 BOS_ID, EOS_ID = 0, 1
 VOCABULARY = 1024
 CONTEXT = 256
-MAX_POSITIONS = 512
+MAX_POSITIONS = CONTEXT
 
 
 @dataclass(frozen=True)
