@@ -29,7 +29,7 @@ def render() -> str:
     """The whole page."""
     import typer.main
 
-    from cann_llm_quant.cli.main import app
+    from cann_llm_quant.cli.app import app
 
     names = typer.main.get_command(app).commands
     sections = [("cann-llm-quant", help_page()), *((f"cann-llm-quant {name}", help_page(name)) for name in names)]

@@ -55,7 +55,10 @@ def demo(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Quantize the small model inside the package, compare it with the original, let both write. Takes a minute."""
+    """Quantize, measure and run a small model. No network is needed.
+
+    The model lies inside the package. The original, plain rounding and AWQ are compared; it takes a minute.
+    """
     import torch
 
     torch.set_num_threads(1)  # the model is so small that threads only wait for one another

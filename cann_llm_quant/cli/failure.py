@@ -13,10 +13,10 @@ import traceback
 
 import typer
 
-from cann_llm_quant.cli.terminal import Reply, one_line
+from cann_llm_quant.cli.main import INTERRUPTED
+from cann_llm_quant.cli.terminal import Reply, abandon_stdout, flush_stdout, one_line
 from cann_llm_quant.errors import CannQuantError
 
-INTERRUPTED = 130
 UNUSABLE_INPUT = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError)
 
 
@@ -26,8 +26,12 @@ def report_failure(error: BaseException, reply: Reply, *, debug: bool) -> int:
     if debug:
         traceback.print_exception(error)
     print(f"error: {message}", file=sys.stderr, flush=True)
-    if reply.json:
-        reply.write_json({"status": "error", "error": message, "exit_code": code})
+    try:
+        if reply.json:
+            reply.write_json({"status": "error", "error": message, "exit_code": code})
+        flush_stdout()
+    except OSError:  # stdout itself may be what failed
+        abandon_stdout()
     return code
 
 

@@ -33,7 +33,10 @@ def inspect(
     json: Json = False,
     debug: Debug = False,
 ) -> int:
-    """Show what a checkpoint holds: architecture, tensors, sizes, quantization, other files."""
+    """Show what a checkpoint holds.
+
+    That is architecture, tensors, sizes, quantization and other files. Weights are read with --scan only.
+    """
     from cann_llm_quant.checkpoint.open import open_checkpoint
 
     with open_checkpoint(model, revision=revision, allow_pickle=allow_pickle, accept_quantized=True) as checkpoint:

@@ -1,105 +1,21 @@
-"""The `cann-llm-quant` command: its subcommands, the published one-line form, and how every failure ends.
+"""Entry point of the `cann-llm-quant` command.
 
-Nothing heavy is imported here or at the top of a subcommand's file: torch, transformers, pydantic and rich
-are imported when a command runs, so that `--help` answers at once.
+It imports next to nothing, so that Ctrl-C while the parser is still being imported is caught here already.
 """
 
-import contextlib
-import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated
 
-import typer
-import typer.main
-from typer.core import TyperGroup
-
-from cann_llm_quant import __version__
-from cann_llm_quant.cli.demo import demo
-from cann_llm_quant.cli.export import export
-from cann_llm_quant.cli.failure import INTERRUPTED, report_failure
-from cann_llm_quant.cli.help import CONTEXT_SETTINGS, SectionedCommand
-from cann_llm_quant.cli.inspect import inspect
-from cann_llm_quant.cli.perplexity import perplexity
-from cann_llm_quant.cli.quantize import quantize
-from cann_llm_quant.cli.run import run
-from cann_llm_quant.cli.terminal import Reply, quiet_libraries, replace_unencodable
-
-PROGRAM = "cann-llm-quant"
-COMPLETION_VARIABLE = "_CANN_LLM_QUANT_COMPLETE"
-ROOT_OPTIONS = ("--help", "-h", "--version", "--install-completion", "--show-completion")
-
-app = typer.Typer(
-    help="Quantize large language models, one layer in memory at a time; measure and run the result.",
-    epilog=f"'{PROGRAM} COMMAND --help' explains a command. "
-    "Exit codes: 0 done, 1 failed or threshold missed, 2 bad request, 3 NaN in a result, 130 interrupted.",
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings=CONTEXT_SETTINGS,
-)
-for command in (demo, quantize, perplexity, run, inspect, export):
-    app.command(cls=SectionedCommand, context_settings=CONTEXT_SETTINGS)(command)
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"{PROGRAM} {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def root(
-    version: Annotated[
-        bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
-    ] = False,
-) -> None:
-    """Options that stand before a subcommand; they act in their callbacks."""
-
-
-def spell_out(arguments: Sequence[str]) -> list[str]:
-    """The published one-line form `--model M …` is `quantize` without its name; no words ask for help."""
-    if not arguments:
-        return ["--help"]
-    first = arguments[0]
-    if first.startswith("-") and first.partition("=")[0] not in ROOT_OPTIONS:
-        return ["quantize", *arguments]
-    return list(arguments)
-
-
-def run_command(arguments: Sequence[str]) -> object:
-    """Parse and run; a subcommand without the group around it, whose options would load pydantic."""
-    group = typer.main.get_command(app)
-    subcommand = group.commands.get(arguments[0]) if isinstance(group, TyperGroup) else None
-    if subcommand is None or COMPLETION_VARIABLE in os.environ:
-        return group.main(arguments, prog_name=PROGRAM, standalone_mode=False)
-    return subcommand.main(arguments[1:], prog_name=f"{PROGRAM} {arguments[0]}", standalone_mode=False)
+INTERRUPTED = 130  # exit code
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code; without `argv`, this process's own."""
-    arguments = spell_out(sys.argv[1:] if argv is None else argv)
-    debug, reply = "--debug" in arguments, Reply("--json" in arguments)
-    replace_unencodable()
-    if argv is None and not debug:
-        quiet_libraries()
     try:
-        code = run_command(arguments)
-        if code == INTERRUPTED:  # typer has caught Ctrl-C and says nothing
-            raise KeyboardInterrupt
-        sys.stdout.flush()
-    except SystemExit as leaving:
-        code = leaving.code
-    except BrokenPipeError:
-        _abandon_stdout()
-        return 1
-    except BaseException as error:
-        code = report_failure(error, reply, debug=debug)
-        with contextlib.suppress(OSError):
-            sys.stdout.flush()
-    return code if isinstance(code, int) else 0
+        from cann_llm_quant.cli.app import invoke
 
-
-def _abandon_stdout() -> None:
-    """Nobody reads stdout any more: let the interpreter's last flush go nowhere instead of complaining."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return invoke(argv)
+    except KeyboardInterrupt:
+        if sys.stderr is not None:
+            sys.stderr.write("error: interrupted\n")
+        return INTERRUPTED

@@ -94,7 +94,10 @@ def perplexity(
     json: Json = False,
     debug: Debug = False,
 ) -> int:
-    """Measure perplexity; with a reference also KL divergence and top-1 agreement. One layer is in memory at a time."""
+    """Measure how well a model predicts a text.
+
+    With a reference also KL divergence and top-1 agreement. One layer is in memory at a time.
+    """
     if reference is None and (max_increase, max_kl, min_top1) != (None, None, None):
         raise UsageError("thresholds compare with a reference model; add --reference MODEL")
     rules = TextRules(data, window, stride, max_windows, bos)

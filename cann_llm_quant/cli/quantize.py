@@ -134,7 +134,7 @@ def facts(report: "QuantizeReport") -> Iterable[tuple[str, str]]:
     )
     linears, total = report.quantized_linears, report.total_parameters
     yield "coverage", f"quantized {linears} linears, {share:.1%} of {total:,} parameters"
-    yield "schemes", ", ".join(f"{scheme} for {count} linears" for scheme, count in report.group_sizes.items())
+    yield "schemes", ", ".join(f"{scheme} for {count} linears" for scheme, count in report.formats.items())
     yield "size", f"{size(report.output_bytes)} from {size(report.source_bytes)}"
     if report.mean_error is not None and report.mean_rtn_error is not None:
         error, rounding = report.mean_error, report.mean_rtn_error

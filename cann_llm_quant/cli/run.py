@@ -51,7 +51,7 @@ def run(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Generate text. It appears on stdout as it is made; counts and speed follow on stderr."""
+    """Continue a text or answer a chat. The text appears on stdout as it is made; counts and speed follow on stderr."""
     text = read_prompt(prompt)
     settings: dict[str, Any] = {
         "temperature": temperature,

@@ -5,6 +5,7 @@ No write raises because of the terminal's encoding, and no text out of a file ca
 
 import io
 import json
+import math
 import os
 import re
 import sys
@@ -18,7 +19,33 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 FACT_TITLE = 13  # characters
+NO_BYTE = re.compile("[\ud800-\udc7f\udd00-\udfff]")  # surrogates that stand for no undecodable byte
 LINE_BREAK = re.compile(r"\s*[\r\n]+\s*")
+
+
+def open_missing_streams() -> None:
+    """Put /dev/null where a standard stream was closed (`>&-`), so that no file of ours takes its number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 (open until the end)
+
+
+def flush_stdout() -> None:
+    """Write out what waits; a reader that has left (`| head -1`) has had what it wanted.
+
+    Raises OSError when stdout cannot take it.
+    """
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        abandon_stdout()
+
+
+def abandon_stdout() -> None:
+    """Let the rest of stdout, and the interpreter's last flush, go nowhere instead of complaining."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)
 
 
 def replace_unencodable() -> None:
@@ -64,8 +91,16 @@ def console(stream: TextStream) -> "Console":
     """
     from rich.console import Console
 
+    class PassingOn(Console):
+        """Leaves a reader that has left to whoever prints, where rich would end the process with code 1."""
+
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError
+
     width = None if stream.isatty() else 160
-    return Console(file=cast(IO[str], stream), markup=False, highlight=False, emoji=False, soft_wrap=False, width=width)
+    return PassingOn(
+        file=cast(IO[str], stream), markup=False, highlight=False, emoji=False, soft_wrap=False, width=width
+    )
 
 
 def print_facts(console: "Console", facts: Iterable[tuple[str, str]]) -> None:
@@ -91,14 +126,35 @@ class Reply:
 
     def result(self, value: Mapping[str, Any], show: "Callable[[Console], None]", *, status: str = "ok") -> None:
         """The outcome: `value` plus `status` as JSON, or whatever `show` draws for people, on stdout."""
-        if self.json:
-            self.write_json({"status": status, **value})
-        else:
-            show(console(sys.stdout))
+        try:
+            if self.json:
+                self.write_json({"status": status, **value})
+            else:
+                show(console(sys.stdout))
+        except BrokenPipeError:  # the reader has left; the work is done all the same
+            abandon_stdout()
 
     def write_json(self, value: Mapping[str, Any]) -> None:
-        """One JSON object on stdout, in ASCII so that every locale carries it, and never with a bare NaN."""
-        print(json.dumps(value, ensure_ascii=True, allow_nan=False, default=str), flush=True)
+        """One JSON object on stdout, in ASCII so that every locale carries it."""
+        print(json.dumps(strict_json(value), ensure_ascii=True, allow_nan=False), flush=True)
+
+
+def strict_json(value: Any) -> Any:
+    """The value with what JSON cannot hold replaced: NaN and infinity by null, other objects by their text."""
+    if isinstance(value, Mapping):
+        return {readable(str(key)): strict_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [strict_json(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, bool | int):
+        return value
+    return readable(str(value))
+
+
+def readable(text: str) -> str:
+    """The text without lone surrogates: bytes that the locale could not decode (a C locale's) are read as UTF-8."""
+    return NO_BYTE.sub("�", text).encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def size(count: float) -> str:

@@ -2,14 +2,17 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from cann_llm_quant.cli import main as cli
+from cann_llm_quant.cli import app as cli
 from cann_llm_quant.errors import CheckpointError, NonFiniteResultError, NumericError, ThresholdError, UsageError
 
 Run = Callable[..., tuple[int, str, str]]
@@ -20,7 +23,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
     """Run a command line in this process: exit code, stdout, stderr."""
 
     def run(*arguments: str) -> tuple[int, str, str]:
-        code = cli.main(arguments)
+        code = cli.invoke(arguments)
         out, err = capsys.readouterr()
         return code, out, err
 
@@ -61,6 +64,10 @@ def test_version(run: Run) -> None:
         (["--show-completion"], ["--show-completion"]),
         (["-h"], ["-h"]),
         ([], ["--help"]),
+        (["--debug", "inspect", "m"], ["inspect", "--debug", "m"]),
+        (["--json", "--debug", "run", "m", "-p", "x"], ["run", "--json", "--debug", "m", "-p", "x"]),
+        (["--debug", "--model", "m"], ["quantize", "--debug", "--model", "m"]),
+        (["--json"], ["quantize", "--json"]),
     ],
 )
 def test_the_one_line_form_is_quantize(words: list[str], meant: list[str]) -> None:
@@ -188,6 +195,73 @@ def test_c59_a_full_disk_under_stdout_is_no_success() -> None:
         )
     assert done.returncode == 1
     assert done.stderr.decode() == "error: No space left on device\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder that `inspect` can describe: one tensor, and a config with NaN in it."""
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": NaN}', encoding="utf-8")
+    save_file({"model.norm.weight": torch.ones(4)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    return tmp_path
+
+
+def test_json_carries_no_bare_nan(run: Run, folder: Path) -> None:
+    code, out, _ = run("inspect", str(folder), "--json")
+    assert code == 0
+    assert json.loads(out, parse_constant=pytest.fail)["architecture"]["hidden_size"] is None
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("words", [[], ["--json"]])
+def test_c59_a_result_that_cannot_be_written_is_one_line(folder: Path, words: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "cann_llm_quant", "inspect", str(folder), *words]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False)
+    assert done.returncode == 1
+    assert done.stderr.decode() == "error: No space left on device\n"
+
+
+def test_a_result_that_nobody_reads_is_still_a_success(folder: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "cann_llm_quant", "inspect", str(folder)]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", "<&- >&- 2>&-"])
+def test_closed_streams_are_no_failure(folder: Path, closed: str) -> None:
+    command = f"exec {shlex.quote(sys.executable)} -m cann_llm_quant inspect {shlex.quote(str(folder))} {closed}"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_c59_ctrl_c_while_the_parser_is_imported() -> None:
+    code = (
+        "import sys\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'typer': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        "from cann_llm_quant.cli.main import main\n"
+        "sys.exit(main(['--version']))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"error: interrupted\n")
+
+
+def test_the_entry_point_itself_imports_nothing_of_others() -> None:
+    code = "import sys; import cann_llm_quant.cli.main; sys.exit('typer' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_list_of_commands_is_not_cut(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = run("--help")
+    commands = out.partition("Commands:\n")[2]
+    assert len(commands.split("\n\n")[0].splitlines()) == 6
+    assert "..." not in commands
 
 
 def test_a_reader_that_leaves_is_no_traceback() -> None:
