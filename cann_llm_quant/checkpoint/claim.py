@@ -1,7 +1,8 @@
-"""Who may write OUT, and whether an OUT.partial is continued, cleared or refused.
+"""Who writes OUT, and whether an OUT.partial is continued, cleared or refused.
 
-OUT.partial/run.json says to which run it belongs. A folder without one is not ours and is never touched; a
-run that differs in anything that decides the output is never continued.
+OUT.partial/run.json says to which run it belongs; a run that differs in anything that decides the output is never
+continued. The same file is the last to go when OUT.partial.done is deleted, so that what a kill leaves of it is known
+as ours.
 """
 
 import fcntl
@@ -10,46 +11,21 @@ import os
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from cann_llm_quant.checkpoint.journal import remove, sync_folder, write_file
+from cann_llm_quant.checkpoint.journal import encode_json, remove, sync_folder, write_file
 from cann_llm_quant.checkpoint.merge import Plan
+from cann_llm_quant.checkpoint.output_place import done_path, read_identity, refuse_existing
 from cann_llm_quant.errors import ResumeError, UsageError
 
-_SKELETON = {"lock", "run.json.tmp"}
 _ABSENT = object()
-
-
-def partial_path(out: Path) -> Path:
-    """Where the unfinished output lies."""
-    return out.with_name(out.name + ".partial")
-
-
-def done_path(out: Path) -> Path:
-    """What OUT.partial is renamed to before it is deleted."""
-    return out.with_name(out.name + ".partial.done")
-
-
-def check_target(out: Path, partial: Path, overwrite: bool) -> None:
-    """Refuse before anything is touched: a folder that is not ours, an output that must not be replaced."""
-    ours = (partial / "run.json").is_file()
-    if partial.exists() and not ours and not {path.name for path in partial.iterdir()} <= _SKELETON:
-        raise UsageError(f"{partial} has no run.json, so it is no unfinished output: move it away or choose another -o")
-    if out.exists() and not ours and not overwrite:
-        raise UsageError(f"{out} exists already: choose another -o, or pass --overwrite to replace it")
-    if overwrite and out.exists() and not _is_checkpoint(out):
-        raise UsageError(f"{out} is no checkpoint folder, so --overwrite will not replace it: choose another -o")
-
-
-def _is_checkpoint(path: Path) -> bool:
-    if not path.is_dir():
-        return False
-    names = [item.name for item in path.iterdir()]
-    return not names or "config.json" in names or any(name.endswith(".safetensors") for name in names)
 
 
 def lock_folder(partial: Path) -> BinaryIO:
     """Create the folder if need be and lock it for this process, until the returned file is closed."""
     partial.mkdir(parents=True, exist_ok=True)
-    path = partial / "lock"
+    return _lock(partial / "lock")
+
+
+def _lock(path: Path) -> BinaryIO:
     handle = path.open("ab")
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -58,13 +34,47 @@ def lock_folder(partial: Path) -> BinaryIO:
             raise BlockingIOError
     except BlockingIOError:
         handle.close()
-        raise UsageError(f"{partial} is being written by another process: wait for it or choose another -o") from None
+        folder = path.parent
+        raise UsageError(f"{folder} is being written by another process: wait for it or choose another -o") from None
     return handle
+
+
+def discard(done: Path, lock: BinaryIO | None) -> None:
+    """Delete OUT.partial.done, releasing its lock: what tells whose it is goes last."""
+    for path in sorted(done.iterdir()):
+        if path.name not in {"lock", "run.json"}:
+            remove(path)
+    if lock is not None:
+        lock.close()
+    remove(done / "lock")
+    remove(done / "run.json")
+    done.rmdir()
+
+
+def clear_leftover(out: Path, identity: dict[str, Any], overwrite: bool) -> None:
+    """Delete the OUT.partial.done of a run that was killed while it did so; OUT was whole by then.
+
+    Raises UsageError when that OUT is there and not to be replaced, saying so if it is this very run's.
+    """
+    done = done_path(out)
+    if not done.is_dir():
+        return
+    stored = read_identity(done)
+    discard(done, _lock(done / "lock") if (done / "lock").exists() else None)
+    sync_folder(out.parent)
+    if not os.path.lexists(out) or overwrite:
+        return
+    if stored != identity:
+        refuse_existing(out)
+    raise UsageError(
+        f"{out} is complete already, written by an earlier run of this same command: use it, or pass --overwrite to "
+        "make it again"
+    )
 
 
 def settle(out: Path, partial: Path, identity: dict[str, Any], overwrite: bool) -> Plan | None:
     """Make OUT.partial belong to `identity`; returns the plan when its `finish` had begun."""
-    stored = _read_identity(partial)
+    stored = read_identity(partial)
     plan_file = partial / "plan.json"
     if stored is not None and stored != identity:
         if not overwrite:
@@ -78,25 +88,12 @@ def settle(out: Path, partial: Path, identity: dict[str, Any], overwrite: bool) 
     published = plan is not None and not (partial / "result").exists()
     if published and not out.exists():
         raise ResumeError(f"{out} was whole but is gone, and its units with it: delete {partial} to start again")
-    if out.exists() and not published and not overwrite:
-        raise UsageError(f"{out} exists already: choose another -o, or pass --overwrite to replace it")
+    if os.path.lexists(out) and not published and not overwrite:
+        refuse_existing(out)
     if stored is None:
-        write_file(partial / "run.json", json.dumps(identity, ensure_ascii=False, indent=1).encode("utf-8"))
+        write_file(partial / "run.json", encode_json(identity, indent=1))
         sync_folder(partial.parent)
     return plan
-
-
-def _read_identity(partial: Path) -> dict[str, Any] | None:
-    path = partial / "run.json"
-    if not path.exists():
-        return None
-    try:
-        stored = json.loads(path.read_bytes().decode("utf-8"))
-    except ValueError:
-        stored = None
-    if not isinstance(stored, dict) or set(stored) != {"max_shard_bytes", "run"}:
-        raise UsageError(f"{path} cannot be read, so {partial} is no unfinished output: move it away")
-    return stored
 
 
 def _clear(out: Path, partial: Path) -> None:

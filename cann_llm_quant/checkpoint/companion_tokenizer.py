@@ -6,6 +6,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from cann_llm_quant.checkpoint.base import Checkpoint
+from cann_llm_quant.errors import CheckpointError
 from cann_llm_quant.tokenizer import load_tokenizer
 
 
@@ -19,4 +20,7 @@ def tokenizer_of(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
             path = Path(folder) / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
-        return load_tokenizer(Path(folder))
+        try:
+            return load_tokenizer(Path(folder))
+        except CheckpointError as error:
+            raise CheckpointError(str(error).replace(folder, str(checkpoint.path))) from error

@@ -27,13 +27,19 @@ _PATTERNS = (
     "NOTICE*",
     "README.md",
 )
-_NEVER = (".py", ".pyc", ".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json", ".zip", ".exe", ".so")
+_NEVER = (".py", ".pyc", ".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json", ".zip", ".exe", ".so", ".tmp")
 _TEMPLATE_FOLDER = "additional_chat_templates"
 
 
 def is_companion(name: str) -> bool:
     """Whether a file of this name in a model folder travels with the weights."""
-    return not name.lower().endswith(_NEVER) and any(fnmatchcase(name, pattern) for pattern in _PATTERNS)
+    wanted = any(fnmatchcase(name, pattern) for pattern in _PATTERNS)
+    return wanted and not name.lower().endswith(_NEVER) and _is_portable(name)
+
+
+def _is_portable(name: str) -> bool:
+    """Whether the name means one file on every system; elsewhere a backslash would lead into another folder."""
+    return "\\" not in name
 
 
 def companion_files(folder: Path) -> dict[str, bytes]:
@@ -41,5 +47,9 @@ def companion_files(folder: Path) -> dict[str, bytes]:
     found = [name for name in file_names(folder) if is_companion(name)]
     templates = folder / _TEMPLATE_FOLDER
     if templates.is_dir():
-        found += [f"{_TEMPLATE_FOLDER}/{name}" for name in file_names(templates) if name.endswith(".jinja")]
+        found += [
+            f"{_TEMPLATE_FOLDER}/{name}"
+            for name in file_names(templates)
+            if name.endswith(".jinja") and _is_portable(name)
+        ]
     return {name: read_bytes(folder / name) for name in sorted(found)}

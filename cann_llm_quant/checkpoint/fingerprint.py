@@ -6,6 +6,7 @@ sequences of parts give the same bytes. Where the folder lies does not matter.
 """
 
 import hashlib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,7 +35,7 @@ def _file_parts(path: Path, header: bytes) -> list[bytes]:
                 samples.append(file.read(SAMPLE_BYTES))
     except OSError as error:
         raise read_failure(path, error) from error
-    return [path.name.encode("utf-8"), str(size).encode("ascii"), header, *samples]
+    return [os.fsencode(path.name), str(size).encode("ascii"), header, *samples]
 
 
 def sample_offsets(size: int) -> list[int]:

@@ -48,6 +48,18 @@ def disk_errors(folder: Path) -> Iterator[None]:
         ) from error
 
 
+def encode_json(value: object, indent: int | None = None) -> bytes:
+    """UTF-8 JSON of any text; what Python could not decode in a file's name reads as its bytes do in UTF-8.
+
+    Such bytes come as lone surrogates (PEP 383): every letter of `资料` in a C locale. The result is the same in all.
+    """
+    text = json.dumps(value, ensure_ascii=False, indent=indent)
+    try:
+        return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace").encode("utf-8")
+    except UnicodeEncodeError:  # a surrogate that comes from no file name
+        return text.encode("utf-8", "replace")
+
+
 def sync_folder(folder: Path) -> None:
     """Make renames and deletions inside `folder` durable."""
     descriptor = os.open(folder, os.O_RDONLY)
@@ -87,9 +99,8 @@ def file_sha256(path: Path) -> str:
 
 def append_entry(journal: Path, entry: Entry) -> None:
     """Add one line and sync it."""
-    line = json.dumps(asdict(entry), ensure_ascii=False) + "\n"
     with journal.open("ab") as file:
-        file.write(line.encode("utf-8"))
+        file.write(encode_json(asdict(entry)) + b"\n")
         file.flush()
         os.fsync(file.fileno())
 
@@ -109,8 +120,7 @@ def read_entries(journal: Path) -> list[Entry]:
 
 def rewrite_entries(journal: Path, entries: Sequence[Entry]) -> None:
     """Replace the journal by `entries`."""
-    lines = (json.dumps(asdict(entry), ensure_ascii=False) + "\n" for entry in entries)
-    write_file(journal, "".join(lines).encode("utf-8"))
+    write_file(journal, b"".join(encode_json(asdict(entry)) + b"\n" for entry in entries))
 
 
 def is_whole(units: Path, entry: Entry) -> bool:

@@ -7,6 +7,7 @@ explains a refusal.
 """
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +52,7 @@ class SafetensorsShard:
     def __init__(self, path: Path) -> None:
         refuse_lfs_pointer(path)
         try:
-            with safe_open(str(path), framework="pt"):
-                pass
+            _validate(path)
             self.header = _header_bytes(path)
         except SafetensorError as error:
             raise CheckpointError(_explain(path, str(error))) from error
@@ -73,6 +73,18 @@ class SafetensorsShard:
 
     def release(self) -> None:
         """Nothing is kept between loads."""
+
+
+def _validate(path: Path) -> None:
+    """Have the library check the file. It opens UTF-8 paths only; Linux gives any open file such a path."""
+    with path.open("rb") as file:
+        try:
+            os.fsencode(path).decode("utf-8")
+            name = str(path)
+        except UnicodeDecodeError:
+            name = f"/proc/self/fd/{file.fileno()}"
+        with safe_open(name, framework="pt"):
+            pass
 
 
 def _header_bytes(path: Path) -> bytes:

@@ -10,12 +10,12 @@
 
 While OUT.partial exists the run can be continued; once it is gone OUT is whole. The last step renames
 OUT.partial to OUT.partial.done before it is deleted, so that a kill in the middle of deleting leaves nothing
-to continue from.
+to continue from; the next run for OUT deletes the rest.
 """
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
@@ -23,11 +23,12 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from cann_llm_quant.checkpoint.claim import check_target, done_path, lock_folder, partial_path, settle
+from cann_llm_quant.checkpoint.claim import clear_leftover, discard, lock_folder, settle
 from cann_llm_quant.checkpoint.journal import (
     Entry,
     append_entry,
     disk_errors,
+    encode_json,
     read_entries,
     recover,
     remove,
@@ -36,7 +37,16 @@ from cann_llm_quant.checkpoint.journal import (
 )
 from cann_llm_quant.checkpoint.layout import DTYPE_NAMES, read_header, read_tensors, write_tensors
 from cann_llm_quant.checkpoint.merge import Plan, check_shards, index_json, plan_shards, write_shards
+from cann_llm_quant.checkpoint.output_place import (
+    check_output,
+    check_replaceable,
+    done_path,
+    partial_path,
+    place_errors,
+)
 from cann_llm_quant.errors import CheckpointError, ResumeError, UsageError
+
+__all__ = ["INDEX_NAME", "CheckpointWriter", "WrittenCheckpoint", "check_output"]
 
 INDEX_NAME = "model.safetensors.index.json"
 
@@ -81,23 +91,25 @@ class CheckpointWriter:
         run: dict[str, Any],
         max_shard_bytes: int = 5_000_000_000,
         overwrite: bool = False,
+        sources: Sequence[Path] = (),
     ) -> "CheckpointWriter":
         """Start `out`, or continue what a run with the same `run` and shard size left in OUT.partial.
 
-        `overwrite` lets an existing OUT be replaced (at the end of `finish`) and another run's OUT.partial be
-        deleted. Raises UsageError when OUT exists, another process writes it or OUT.partial is not ours;
-        ResumeError, naming the differing keys, when OUT.partial belongs to another run.
+        `overwrite` lets an output of this tool at OUT be replaced (at the end of `finish`) and another run's
+        OUT.partial be deleted. Raises UsageError for all that `check_output` refuses, when another process writes
+        OUT, and when this very run had published OUT before it was killed; ResumeError, naming the differing
+        keys, when OUT.partial belongs to another run.
         """
         if max_shard_bytes <= 0:
             raise UsageError(f"shard size {max_shard_bytes} is not a positive number of bytes")
         out = Path(os.path.abspath(out))
         partial = partial_path(out)
-        with disk_errors(partial):
-            remove(done_path(out))
-            check_target(out, partial, overwrite)
+        check_output(out, overwrite=overwrite, sources=sources)
+        identity = json.loads(encode_json({"max_shard_bytes": max_shard_bytes, "run": run}))
+        with disk_errors(partial), place_errors(out):
+            clear_leftover(out, identity, overwrite)
             lock = lock_folder(partial)
             try:
-                identity = json.loads(json.dumps({"max_shard_bytes": max_shard_bytes, "run": run}))
                 plan = settle(out, partial, identity, overwrite)
                 return cls(out, lock=lock, max_shard_bytes=max_shard_bytes, overwrite=overwrite, plan=plan)
             except BaseException:
@@ -215,9 +227,10 @@ class CheckpointWriter:
         return self._plan is not None and not self._result.exists() and self._out.exists()
 
     def _publish(self) -> None:
-        if self._out.exists():
+        if os.path.lexists(self._out):
             if not self._overwrite:
                 raise UsageError(f"{self._out} has appeared meanwhile: move it away and run again, or pass --overwrite")
+            check_replaceable(self._out)
             remove(self._partial / "replaced")
             os.replace(self._out, self._partial / "replaced")
         os.replace(self._result, self._out)
@@ -227,8 +240,7 @@ class CheckpointWriter:
         done = done_path(self._out)
         os.replace(self._partial, done)
         sync_folder(self._out.parent)
-        remove(done)
-        self.close()
+        discard(done, self._lock)
 
 
 def _checked_files(files: Mapping[str, bytes], plan: Plan) -> dict[str, bytes]:

@@ -21,7 +21,7 @@ from cann_llm_quant.checkpoint.writer import CheckpointWriter, WrittenCheckpoint
 from cann_llm_quant.errors import CannQuantError, CheckpointError, ResumeError, UsageError
 
 RUN: dict[str, Any] = {"source": "abc", "recipe": {"bits": 4, "rules": [1, 2]}}
-FILES = {"config.json": b'{"a": 1}', "tokenizer.json": "é".encode()}
+FILES = {"config.json": b'{"a": 1}', "inference_config.json": b"{}", "tokenizer.json": "é".encode()}
 
 
 @pytest.fixture(autouse=True)
@@ -86,7 +86,7 @@ def test_one_file_when_it_fits(tmp_path: Path) -> None:
     assert written.weight_files == ("model.safetensors",)
     assert written.tensors == 12
     assert written.total_bytes == sum(t.numel() * t.element_size() for t in merged(units).values())
-    assert sorted(digests(tmp_path / "out")) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert sorted(digests(tmp_path / "out")) == sorted({*FILES, "model.safetensors"})
     assert same(load_all(tmp_path / "out"), merged(units))
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
@@ -291,11 +291,11 @@ def test_killed_while_replacing_an_old_output(tmp_path: Path) -> None:
     while True:
         out = tmp_path / str(at) / "out"
         out.mkdir(parents=True)
-        (out / "config.json").write_bytes(b"old")
+        (out / "inference_config.json").write_bytes(b"old")
         if not killed(at, functools.partial(write_all, out, units, overwrite=True)):
             break
         if out.exists():
-            assert digests(out) in ({"config.json": sha256(b"old").hexdigest()}, expected)
+            assert digests(out) in ({"inference_config.json": sha256(b"old").hexdigest()}, expected)
         if out.with_name("out.partial").exists() or digests(out) != expected:
             write_all(out, units, overwrite=True)
         assert digests(out) == expected
@@ -381,7 +381,7 @@ def test_foreign_and_existing_folders_are_left_alone(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="exists already"):
         CheckpointWriter.open(home, run=RUN)
     (home / "letter").write_bytes(b"")
-    with pytest.raises(UsageError, match="no checkpoint folder"):
+    with pytest.raises(UsageError, match="no output of this tool"):
         CheckpointWriter.open(home, run=RUN, overwrite=True)
     assert not (tmp_path / "home.partial").exists()
     with pytest.raises(UsageError, match="shard size"):
