@@ -4,7 +4,9 @@ Everything that can be refused is refused here: patterns that match nothing, gro
 input, members of one fusion group (q/k/v, gate/up) that a runtime cannot load with different schemes.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import gcd
 
 from cann_llm_quant.errors import UsageError
 from cann_llm_quant.models.arch import Arch, LinearSpec
@@ -35,36 +37,29 @@ def assign(arch: Arch, recipe: Recipe, *, allow_empty_pattern: bool = False, ten
     """
     linears = [spec for layer in arch.layers for spec in layer.linears]
     names = [spec.module for spec in linears] + [arch.head_module]
-    wanted, hits = _apply_rules(names, recipe, allow_empty_pattern)
     kept = {arch.head_module: "output head"}
     kept |= {spec.module: "router or gate" for spec in linears if not spec.quantizable}
+    wanted, hits = _apply_rules(names, kept, recipe, allow_empty_pattern)
     kept |= {name: "skipped by a rule" for name in names if name not in kept and wanted[name] == "skip"}
     warnings = _expand_fusion_groups(arch, wanted, kept) if recipe.expand_fusion_groups else _split_groups(arch, wanted)
-    schemes: dict[str, Scheme] = {}
-    misfits: list[str] = []
-    for spec in linears:
-        scheme = wanted[spec.module]
-        if spec.module in kept or scheme == "skip":
-            continue
-        assert isinstance(scheme, WeightScheme)
-        resolved = _resolve(spec, scheme, recipe)
-        if resolved is None:
-            sizes = ", ".join(str(size) for size in fitting_group_sizes(spec.in_features)) or "no group size"
-            kept[spec.module] = f"group size {scheme.group_size} does not divide {spec.in_features} input features"
-            misfits.append(f"{spec.module} has {spec.in_features} input features ({sizes} would fit)")
-        else:
-            schemes[spec.module] = resolved
+    schemes, misfits, rows = _fit(linears, wanted, kept, recipe)
     if misfits and recipe.on_misfit == "error":
-        raise UsageError(_misfit_message(misfits, recipe))
+        raise UsageError(_misfit_message(misfits))
     if not schemes:
         raise UsageError("the rules leave nothing to quantize; every linear is skipped or does not fit")
+    if rows:
+        warnings.append(
+            f"no group size fits {len(rows)} linears, they get one scale a row: {rows[0]}{' …' if rows[1:] else ''}"
+        )
+    warnings += _loading_warnings(schemes, kept, linears)
     warnings += _tensor_parallel_warnings(arch, schemes, tensor_parallel)
     return Assignment(schemes, kept, hits, tuple(warnings))
 
 
 def _apply_rules(
-    names: list[str], recipe: Recipe, allow_empty: bool
+    names: list[str], never: Mapping[str, str], recipe: Recipe, allow_empty: bool
 ) -> tuple[dict[str, WeightScheme | str], dict[str, int]]:
+    """What the recipe wants for each name, and how many each pattern matched; `never` stay in float in any case."""
     wanted: dict[str, WeightScheme | str] = dict.fromkeys(names, recipe.scheme)
     hits: dict[str, int] = {}
     for rule in recipe.rules:
@@ -77,6 +72,11 @@ def _apply_rules(
                 raise UsageError(
                     f"pattern {pattern!r} matches none of the {len(names)} linears, such as {names[0]}; write the full "
                     "name, glob:… or re:… (whole name), or allow it with --allow-empty-pattern"
+                )
+            if matched and rule.scheme != "skip" and all(name in never for name in matched):
+                raise UsageError(
+                    f"pattern {pattern!r} asks to quantize {matched[0]}, which stays in float "
+                    f"({never[matched[0]]}); drop the rule"
                 )
     return wanted, hits
 
@@ -119,32 +119,95 @@ def _fusion_groups(arch: Arch) -> list[tuple[str, ...]]:
     ]
 
 
-def _resolve(spec: LinearSpec, wanted: WeightScheme, recipe: Recipe) -> Scheme | None:
-    """The linear's scheme; None when no allowed group size divides its input."""
-    if wanted.group_size == -1:
-        return scheme_for(wanted.bits, -1, wanted.symmetric)
-    if wanted.group_size == "auto":
-        size = largest_fitting_group(spec.in_features, AUTO_GROUP)
-    elif recipe.on_misfit == "smaller":
-        size = largest_fitting_group(spec.in_features, wanted.group_size)
-    else:
-        size = wanted.group_size if spec.in_features % wanted.group_size == 0 else None
-    return None if size is None else scheme_for(wanted.bits, size, wanted.symmetric)
+def _fit(
+    linears: list[LinearSpec], wanted: Mapping[str, WeightScheme | str], kept: dict[str, str], recipe: Recipe
+) -> tuple[dict[str, Scheme], list[str], list[str]]:
+    """Schemes by module; what misfits and is refused, or left in float (`kept`); what fell back to whole rows."""
+    common = _common_inputs(linears, wanted, kept)
+    schemes: dict[str, Scheme] = {}
+    misfits, rows = [], []
+    for spec in linears:
+        asked = wanted[spec.module]
+        if spec.module in kept or isinstance(asked, str):
+            continue
+        size = _group_size(spec, asked, recipe, common[spec.module])
+        if size is not None:
+            schemes[spec.module] = scheme_for(asked.bits, size, asked.symmetric)
+            if size == -1 and asked.group_size == "auto":
+                rows.append(f"{spec.module} ({spec.in_features} columns)")
+            continue
+        sizes = ", ".join(str(n) for n in fitting_group_sizes(spec.in_features)) or "only -1, a whole row,"
+        kept[spec.module] = f"group size {asked.group_size} does not divide {spec.in_features} input features"
+        misfits.append(
+            f"{spec.module} has {spec.in_features} input features, group size {asked.group_size} does not divide them "
+            f"({sizes} would fit)"
+        )
+    return schemes, misfits, rows
 
 
-def _misfit_message(misfits: list[str], recipe: Recipe) -> str:
+def _common_inputs(
+    linears: list[LinearSpec], wanted: Mapping[str, WeightScheme | str], kept: Mapping[str, str]
+) -> dict[str, int]:
+    """For each linear the width that an automatic group size must divide.
+
+    Its own, except where transformers can load only one size: among all routed experts, and among all linears that are
+    asymmetric. There it is the greatest common divisor.
+    """
+    shared: dict[str, int] = {}
+    for spec in linears:
+        asked = wanted[spec.module]
+        if spec.module not in kept and isinstance(asked, WeightScheme) and asked.group_size == "auto":
+            for kind in _load_kinds(spec, asked):
+                shared[kind] = gcd(shared.get(kind, 0), spec.in_features)
+    widths = {}
+    for spec in linears:
+        asked = wanted[spec.module]
+        kinds = _load_kinds(spec, asked) if isinstance(asked, WeightScheme) else []
+        widths[spec.module] = gcd(spec.in_features, *(shared.get(kind, 0) for kind in kinds))
+    return widths
+
+
+def _load_kinds(spec: LinearSpec, scheme: WeightScheme) -> list[str]:
+    expert = ["experts"] if spec.role.startswith("experts.") else []
+    return expert + ([] if scheme.symmetric else ["asymmetric"])
+
+
+def _group_size(spec: LinearSpec, asked: WeightScheme, recipe: Recipe, common: int) -> int | None:
+    """Columns that share a scale, -1 for a whole row; None when the size asked for does not divide the input."""
+    if asked.group_size == -1:
+        return -1
+    if asked.group_size == "auto":
+        size = largest_fitting_group(common, AUTO_GROUP) or largest_fitting_group(spec.in_features, AUTO_GROUP)
+        return size or -1
+    if recipe.on_misfit == "smaller":
+        return largest_fitting_group(spec.in_features, asked.group_size)
+    return asked.group_size if spec.in_features % asked.group_size == 0 else None
+
+
+def _misfit_message(misfits: list[str]) -> str:
     shown = "; ".join(misfits[:4]) + (f"; and {len(misfits) - 4} more" if len(misfits) > 4 else "")
-    return (
-        f"group size {recipe.scheme.group_size} does not divide the input of {len(misfits)} linears: {shown}. "
-        "Choose a size that fits, leave --group-size out, or pass --on-misfit smaller or skip"
-    )
+    return f"{shown}. Choose a size that fits, leave the group size out, or pass --on-misfit smaller or skip"
+
+
+def _loading_warnings(schemes: Mapping[str, Scheme], kept: Mapping[str, str], linears: list[LinearSpec]) -> list[str]:
+    """What transformers will not load, said before the work (see docs/design.md, decision 18)."""
+    experts = [spec.module for spec in linears if spec.role.startswith("experts.")]
+    warnings = []
+    if len({schemes.get(module) for module in experts}) > 1:
+        left = sum(module in kept for module in experts)
+        differ = f"{left} of {len(experts)} experts' linears stay in float" if left else "experts differ in scheme"
+        warnings.append(f"{differ}: transformers loads experts of one scheme only")
+    asymmetric = [module for module, scheme in schemes.items() if not scheme.symmetric]
+    if any(module in experts for module in asymmetric):
+        warnings.append("asymmetric experts: transformers loads symmetric ones only")
+    elif asymmetric and len(set(schemes.values())) > 1:
+        warnings.append("asymmetric linears beside another scheme: transformers 5.24 cannot load them")
+    return warnings
 
 
 def _tensor_parallel_warnings(arch: Arch, schemes: dict[str, Scheme], degree: int) -> list[str]:
     """Row-parallel linears (o, down) are split along their input: each part must hold whole groups."""
-    if degree == 1:
-        return []
-    warnings = []
+    split = []
     for layer in arch.layers:
         for spec in layer.linears:
             scheme = schemes.get(spec.module)
@@ -153,8 +216,10 @@ def _tensor_parallel_warnings(arch: Arch, schemes: dict[str, Scheme], degree: in
                 continue
             part, rest = divmod(spec.in_features, degree)
             if rest or part % scheme.group_size:
-                warnings.append(
-                    f"{spec.module}: {spec.in_features} input features over {degree} devices do not hold whole "
-                    f"groups of {scheme.group_size}; tensor-parallel runtimes cannot split it"
-                )
-    return warnings
+                split.append(f"{spec.module} ({spec.in_features} columns, groups of {scheme.group_size})")
+    if not split:
+        return []
+    return [
+        f"{len(split)} linears do not split into whole groups over {degree} devices, tensor-parallel runtimes cannot "
+        f"load them: {split[0]}{' …' if len(split) > 1 else ''}"
+    ]

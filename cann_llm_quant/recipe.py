@@ -10,10 +10,10 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
 from cann_llm_quant.errors import UsageError
 
@@ -23,6 +23,14 @@ FORMATS = ("native",)
 
 class _Document(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def _listed(value: Any) -> Any:
+    """One string where a list is meant is a list of one."""
+    return (value,) if isinstance(value, str) else value
+
+
+Patterns = Annotated[tuple[str, ...], BeforeValidator(_listed), Field(min_length=1)]
 
 
 class WeightScheme(_Document):
@@ -35,6 +43,13 @@ class WeightScheme(_Document):
     group_size: int | Literal["auto"] = "auto"
     symmetric: bool = True
 
+    @field_validator("group_size", mode="before")
+    @classmethod
+    def _no_flag(cls, value: Any) -> Any:
+        if isinstance(value, bool):
+            raise ValueError("a group size is a number or auto")
+        return value
+
     @field_validator("group_size")
     @classmethod
     def _positive_or_channel(cls, value: int | str) -> int | str:
@@ -46,14 +61,14 @@ class WeightScheme(_Document):
 class Rule(_Document):
     """Linears whose name matches any pattern get this scheme, or stay in float (`skip`). Later rules win."""
 
-    match: tuple[str, ...]
+    match: Patterns
     scheme: WeightScheme | Literal["skip"]
 
 
 class Calibration(_Document):
     """Text that calibration runs on: `samples` windows of `length` tokens; `default` is the text inside the package."""
 
-    data: tuple[str, ...] = ("default",)
+    data: Patterns = ("default",)
     samples: int = Field(default=128, gt=0)
     length: int = Field(default=512, gt=1)
     seed: int = 0
@@ -69,7 +84,7 @@ class Recipe(_Document):
     on_misfit: Literal["error", "smaller", "skip"] = "error"
     expand_fusion_groups: bool = True
     calibration: Calibration = Calibration()
-    formats: tuple[Literal["native"], ...] = ("native",)
+    formats: Annotated[tuple[Literal["native"], ...], BeforeValidator(_listed), Field(min_length=1)] = ("native",)
 
     @property
     def needs_calibration(self) -> bool:
@@ -117,7 +132,7 @@ def validate_recipe(document: dict[str, Any], origin: str) -> Recipe:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"]) or "document"
         message = first["msg"].removeprefix("Value error, ")
-        raise UsageError(f"{origin}: field {field}: {message} (got {first['input']!r})") from error
+        raise UsageError(f"{origin}: field {field}: {message} (got {str(first['input'])[:80]!r})") from error
 
 
 def compile_pattern(pattern: str) -> Callable[[str], bool]:

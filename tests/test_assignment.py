@@ -87,10 +87,11 @@ def test_c51_routers_are_never_quantized_and_say_why() -> None:
 
 
 def test_c01_tensor_parallel_parts_must_hold_whole_groups() -> None:
-    arch = make_arch(hidden=256, intermediate=27392)
+    arch = make_arch(hidden=512, intermediate=27392)
     recipe = Recipe(scheme=WeightScheme(group_size=128))
-    warnings = assign(arch, recipe, tensor_parallel=4).warnings
-    assert len([w for w in warnings if "down_proj" in w]) == 2
+    (warning,) = assign(arch, recipe, tensor_parallel=4).warnings
+    assert "2 linears" in warning
+    assert "model.layers.0.mlp.down_proj (27392 columns, groups of 128)" in warning
     fine = Recipe(scheme=WeightScheme(group_size=64))
     assert assign(arch, fine, tensor_parallel=4).warnings == ()
 
@@ -98,3 +99,37 @@ def test_c01_tensor_parallel_parts_must_hold_whole_groups() -> None:
 def test_rules_that_leave_nothing_are_refused() -> None:
     with pytest.raises(UsageError, match="nothing to quantize"):
         assign(make_arch(), Recipe(rules=(Rule(match=("glob:*",), scheme="skip"),)))
+
+
+def test_c21_rules_for_the_head_are_refused_but_wide_patterns_pass_over_it() -> None:
+    with pytest.raises(UsageError, match=r"lm_head.*stays in float \(output head\)"):
+        assign(make_arch(), Recipe(rules=(Rule(match=("lm_head",), scheme=WeightScheme(bits=8)),)))
+    assert assign(make_arch(), Recipe(rules=(Rule(match=("glob:*",), scheme=WeightScheme(bits=8)),))).schemes
+
+
+def test_auto_falls_back_to_whole_rows_and_says_so() -> None:
+    result = assign(make_arch(intermediate=172), Recipe())
+    assert result.schemes["model.layers.0.mlp.down_proj"].strategy == "channel"
+    assert "no group size fits 2 linears" in result.warnings[0]
+
+
+def test_asymmetric_linears_share_one_automatic_group_size() -> None:
+    recipe = Recipe(scheme=WeightScheme(symmetric=False))
+    result = assign(make_arch(hidden=192, intermediate=256), recipe)
+    assert {scheme.group_size for scheme in result.schemes.values()} == {64}
+    assert result.warnings == ()
+    mixed = recipe.model_copy(update={"rules": (Rule(match=("glob:*.down_proj",), scheme=WeightScheme(bits=8)),)})
+    assert "transformers 5.24 cannot load" in assign(make_arch(), mixed).warnings[-1]
+
+
+def test_experts_share_one_automatic_group_size_and_differing_ones_are_warned_of() -> None:
+    arch = make_arch(hidden=128)
+    linears = [LinearSpec("experts.0.gate", "model.layers.0.mlp.experts.0.gate_proj", 96, 128)]
+    linears += [LinearSpec("experts.0.down", "model.layers.0.mlp.experts.0.down_proj", 128, 96)]
+    layer = replace(arch.layers[0], linears=(*arch.layers[0].linears, *linears))
+    arch = replace(arch, layers=(layer, arch.layers[1]))
+    schemes = assign(arch, Recipe()).schemes
+    assert [schemes[spec.module].group_size for spec in linears] == [32, 32]
+    assert schemes["model.layers.0.self_attn.q_proj"].group_size == 128
+    skip = Recipe(rules=(Rule(match=("glob:*.experts.0.down_proj",), scheme="skip"),))
+    assert "1 of 2 experts' linears stay in float" in assign(arch, skip).warnings[-1]

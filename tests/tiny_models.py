@@ -8,14 +8,27 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
+    MixtralConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
+from cann_llm_quant.calibrate.streamed_logits import StreamedLogits
+from cann_llm_quant.export.native_reader import open_native
+from cann_llm_quant.models import arch_from_checkpoint
+
 VOCAB = 128
-CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config, "qwen2_moe": Qwen2MoeConfig}
+CONFIGS = {
+    "llama": LlamaConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "qwen2_moe": Qwen2MoeConfig,
+    "qwen3_moe": Qwen3MoeConfig,
+    "mixtral": MixtralConfig,
+}
 SIZES = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -47,6 +60,15 @@ def save_tiny(
     model.to(dtype).save_pretrained(folder)
     save_tokenizer(folder)
     return folder
+
+
+def our_logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
+    """Logits [windows, seq, vocab] of a native folder, its weights dequantized to float32."""
+    with open_native(folder) as checkpoint:
+        arch = arch_from_checkpoint(checkpoint)
+        device = torch.device("cpu")
+        stream = StreamedLogits(checkpoint, arch, device=device, dtype=torch.float32, budget=1 << 30)
+        return torch.stack(list(stream(ids)))
 
 
 def save_tokenizer(folder: Path) -> None:

@@ -73,7 +73,7 @@ class StatisticsCollector:
         self._sums[site].add(x)
 
     def finish(self) -> dict[str, SiteStatistics]:
-        """Statistics by site; a site that saw no token (an expert that nothing was routed to) is absent."""
+        """Statistics by site as they were summed; a site that saw no token (an unused expert) is absent."""
         return {
             site: SiteStatistics(_mirrored(s.hessian), (s.abs_sum / s.tokens).to(torch.float32), s.amax, s.tokens)
             for site, s in self._sums.items()

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from cann_llm_quant.errors import NumericError
+from cann_llm_quant.errors import CannQuantError, NumericError
 from cann_llm_quant.models.attention import CausalAttend
 from cann_llm_quant.models.decoder import DecoderLayer, Observe, embed
 
@@ -94,6 +94,15 @@ class HiddenStates:
                 yield done + 1
             self.index = index
             return
+        try:
+            yield from self._spool(index, windows)
+        except OSError as error:
+            raise CannQuantError(
+                f"cannot write {self.path(index)}: {error.strerror}; make room or raise --activation-budget, "
+                "then give the same command again, it resumes"
+            ) from error
+
+    def _spool(self, index: int, windows: Iterator[Tensor]) -> Iterator[int]:
         unfinished = self.path(index).with_suffix(".tmp")
         with unfinished.open("wb") as file:
             for done, state in enumerate(windows):

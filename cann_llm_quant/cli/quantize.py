@@ -72,7 +72,8 @@ def quantize(
     }
     resolved = resolve_recipe(recipe, flags, ignore or ())
     if show_recipe:
-        typer.echo(resolved.to_json())
+        shown = {"recipe": resolved.model_dump(mode="json")}
+        Reply(json).result(shown, lambda _: typer.echo(resolved.to_json()))
         return
     source, folder = the_model(model, model_option), the_output(output)
     budget, shard = parse_size(activation_budget), parse_size(max_shard_size)

@@ -11,6 +11,7 @@ own reader):
     W ~ (codes - zero_point) * scale
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -23,6 +24,7 @@ from cann_llm_quant.quant.pack import pack_int32, unpack_int32
 from cann_llm_quant.quant.scheme import INT_BITS, QuantizedTensor, Scheme
 
 FORMAT_VERSION = "0.20.1"
+_EXPERT = ".experts."
 SUFFIXES = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape")
 
 
@@ -98,18 +100,18 @@ def _config_bits(config: Mapping[str, Any]) -> tuple[int, ...]:
 def quantization_config(schemes: Mapping[str, Scheme], float_modules: Iterable[str]) -> dict[str, Any]:
     """The `quantization_config` section of `config.json`.
 
-    `ignore` lists the full name of every linear left in float, as it really is in the files (never a pattern):
-    runtimes map names one by one. One scheme targets the class `Linear`; several name their modules, by a pattern
-    where one role of all layers shares the scheme.
+    `ignore` lists the full name of every linear left in float, as it really is in the files (never a pattern): runtimes
+    map names one by one. One scheme targets the class `Linear`. Several schemes target patterns; experts then get a
+    group of their own, because transformers takes the experts' scheme from the first group whose pattern names them.
     """
-    by_scheme: dict[Scheme, list[str]] = {}
+    by_scheme: dict[tuple[Scheme, bool], list[str]] = {}
+    several = len(set(schemes.values())) > 1
     for module, scheme in schemes.items():
-        by_scheme.setdefault(scheme, []).append(module)
+        by_scheme.setdefault((scheme, several and _EXPERT in module), []).append(module)
     groups = {}
-    for number, (scheme, modules) in enumerate(by_scheme.items()):
-        targets = ["Linear"] if len(by_scheme) == 1 else _targets(modules, schemes)
+    for number, ((scheme, _), modules) in enumerate(by_scheme.items()):
         groups[f"group_{number}"] = {
-            "targets": targets,
+            "targets": _targets(modules, schemes) if several else ["Linear"],
             "format": "pack-quantized",
             "input_activations": None,
             "output_activations": None,
@@ -135,13 +137,21 @@ def quantization_config(schemes: Mapping[str, Scheme], float_modules: Iterable[s
 
 
 def _targets(modules: list[str], schemes: Mapping[str, Scheme]) -> list[str]:
-    r"""Patterns `re:.*\\.suffix$` where every module with that last name is in `modules`, full names otherwise."""
+    """A pattern for each kind of linear all of which are in `modules`, full names for the others."""
     chosen = set(modules)
-    targets = []
-    for suffix in dict.fromkeys(module.rsplit(".", 1)[-1] for module in modules):
-        same = [module for module in schemes if module.rsplit(".", 1)[-1] == suffix]
-        if all(module in chosen for module in same):
-            targets.append(rf"re:.*\.{suffix}$")
-        else:
-            targets += [module for module in same if module in chosen]
+    kinds: dict[str, list[str]] = {}
+    for module in schemes:
+        kinds.setdefault(_kind(module), []).append(module)
+    targets: list[str] = []
+    for kind in dict.fromkeys(_kind(module) for module in modules):
+        whole = all(module in chosen for module in kinds[kind])
+        targets += [kind] if whole else [module for module in kinds[kind] if module in chosen]
     return targets
+
+
+def _kind(module: str) -> str:
+    """The pattern of a linear's kind: its last two names, or its last name below `experts.N`."""
+    *_, parent, name = module.split(".")
+    if _EXPERT in module:
+        return rf"re:.*\.experts\.\d+\.{re.escape(name)}$"
+    return rf"re:.*\.{re.escape(parent)}\.{re.escape(name)}$"

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cann_llm_quant.checkpoint import open_checkpoint
 from cann_llm_quant.checkpoint.base import Checkpoint, TensorInfo
+from cann_llm_quant.errors import CheckpointError
 from cann_llm_quant.export import native
 from cann_llm_quant.export.inference_config import InferenceConfig, load_inference_config
 from cann_llm_quant.quant.scheme import QuantizedTensor
@@ -37,11 +38,18 @@ class NativeCheckpoint:
             if module not in self.modules or suffix not in native.SUFFIXES:
                 view[name] = info
             elif suffix == "weight_packed":
-                out, columns = (int(n) for n in self.inner.load(f"{module}.weight_shape").tolist())
+                out, columns = self._shape(module)
                 dtype = self._dtype or self.inner.tensors[f"{module}.weight_scale"].dtype
                 weight = f"{module}.weight"
                 view[weight] = TensorInfo(weight, dtype, (out, columns), info.file, out * columns * dtype.itemsize)
         return view
+
+    def _shape(self, module: str) -> tuple[int, int]:
+        name = f"{module}.weight_shape"
+        if name not in self.inner.tensors or self.inner.tensors[name].shape != (2,):
+            raise CheckpointError(f"{self.inner.path}: {name} must hold two numbers, rows and columns")
+        out, columns = self.inner.load(name).tolist()
+        return int(out), int(columns)
 
     @property
     def path(self) -> Path:

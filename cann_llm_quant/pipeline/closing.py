@@ -4,7 +4,6 @@ writes the same bytes as an unbroken one.
 
 from collections import Counter
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +25,6 @@ from cann_llm_quant.export.model_config import json_bytes, output_config
 from cann_llm_quant.export.native import quantization_config
 from cann_llm_quant.pipeline.prepare import LIBRARIES, Job, peak_memory_bytes
 from cann_llm_quant.pipeline.request import QuantizeReport
-from cann_llm_quant.quant.scheme import Scheme
 
 Records = dict[str, dict[str, Any]]
 
@@ -40,7 +38,7 @@ def output_files(job: Job, records: Records) -> dict[str, bytes]:
         str(storage).removeprefix("torch."),
         quantization_config(job.assignment.schemes, job.assignment.kept),
     )
-    return job.source.companion_files() | {
+    return job.companions | {
         "config.json": json_bytes(config),
         FILE_NAME: _inference_config(job, records).to_json(),
         "recipe.json": (job.recipe.to_json() + "\n").encode(),
@@ -57,23 +55,20 @@ def _storage_dtype(job: Job) -> torch.dtype:
 
 
 def _inference_config(job: Job, records: Records) -> InferenceConfig:
-    schemes = job.assignment.schemes
-    keys = {scheme: _key(scheme) for scheme in dict.fromkeys(schemes.values())}
-    storage = {module: job.source.tensors[f"{module}.weight"].dtype for module in schemes}
-    common = Counter(storage.values()).most_common(1)[0][0]
+    formats = _formats(job, records)
     return InferenceConfig(
         model_type=job.arch.model_type,
         weights=Weights(
-            schemes={key: _weight_format(scheme, common) for scheme, key in keys.items()},
-            linears={module: keys[scheme] for module, scheme in schemes.items()},
+            schemes={_key(weight_format): weight_format for weight_format in formats.values()},
+            linears={module: _key(weight_format) for module, weight_format in formats.items()},
             float=job.assignment.kept,
-            bits_per_weight=bits_per_weight(job),
+            bits_per_weight=bits_per_weight(job, records),
         ),
         limits=Limits(max_context=job.arch.max_positions),
         accounting=Accounting(**accounting(job, records), dropped=job.dropped, extra=job.extra),
         provenance=Provenance(
             tool_version=__version__,
-            source_name=Path(str(job.source.path)).name,
+            source_name=job.source_name,
             source_fingerprint=job.source.fingerprint(),
             recipe=job.recipe.model_dump(mode="json"),
             compute_dtype=job.options.dtype,
@@ -81,37 +76,47 @@ def _inference_config(job: Job, records: Records) -> InferenceConfig:
             calibration=job.corpus,
             libraries={name: version(name) for name in LIBRARIES},
         ),
-        linears={module: LinearReport(**entry) for module, entry in _linears(records).items()},
+        linears={
+            module: LinearReport(rtn_error=entry["rtn_error"], error=entry["error"], tokens=entry["tokens"])
+            for module, entry in _linears(records).items()
+        },
     )
 
 
-def _key(scheme: Scheme) -> str:
-    symmetry = "sym" if scheme.symmetric else "asym"
-    return f"{scheme.dtype}-{symmetry}-{'channel' if scheme.group_size is None else f'g{scheme.group_size}'}"
+def _formats(job: Job, records: Records) -> dict[str, WeightFormat]:
+    """How each linear is really stored: its scheme, and the type that its scales were found to fit in."""
+    linears = _linears(records)
+    return {
+        module: WeightFormat.model_validate(
+            {
+                "dtype": scheme.dtype,
+                "symmetric": scheme.symmetric,
+                "strategy": scheme.strategy,
+                "group_size": scheme.group_size,
+                "scale_dtype": linears[module]["scale_dtype"],
+            }
+        )
+        for module, scheme in job.assignment.schemes.items()
+    }
 
 
-def _weight_format(scheme: Scheme, scale_dtype: torch.dtype) -> WeightFormat:
-    return WeightFormat.model_validate(
-        {
-            "dtype": scheme.dtype,
-            "symmetric": scheme.symmetric,
-            "strategy": scheme.strategy,
-            "group_size": scheme.group_size,
-            "scale_dtype": str(scale_dtype).removeprefix("torch."),
-        }
-    )
+def _key(weight: WeightFormat) -> str:
+    symmetry = "sym" if weight.symmetric else "asym"
+    groups = "channel" if weight.group_size is None else f"g{weight.group_size}"
+    return f"{weight.dtype}-{symmetry}-{groups}-{weight.scale_dtype}"
 
 
 def _linears(records: Records) -> dict[str, dict[str, Any]]:
     return {module: entry for record in records.values() for module, entry in record.get("linears", {}).items()}
 
 
-def bits_per_weight(job: Job) -> float:
+def bits_per_weight(job: Job, records: Records) -> float:
     """Stored bits per quantized weight, scales and zero points included."""
+    linears = _linears(records)
     bits = weights = 0.0
     for module, scheme in job.assignment.schemes.items():
         out, columns = job.source.tensors[f"{module}.weight"].shape
-        scale_bits = job.source.tensors[f"{module}.weight"].dtype.itemsize * 8
+        scale_bits = 32 if linears[module]["scale_dtype"] == "float32" else 16
         bits += scheme.bits_per_weight(out, columns, scale_bits) * out * columns
         weights += out * columns
     return bits / weights
@@ -150,13 +155,13 @@ def summarize(
         quantized_linears=len(schemes),
         quantized_parameters=sum(elements[f"{module}.weight"] for module in schemes),
         total_parameters=sum(elements[name] for name in job.arch.tensor_shapes()),
-        bits_per_weight=bits_per_weight(job),
+        bits_per_weight=bits_per_weight(job, records),
         source_tensors=counts["source"],
         kept_tensors=counts["kept"],
         dropped_tensors=job.dropped,
         extra_tensors=job.extra,
         float_modules=job.assignment.kept,
-        group_sizes=dict(Counter(_key(scheme) for scheme in schemes.values())),
+        formats=dict(Counter(_key(weight) for weight in _formats(job, records).values())),
         weight_files=list(written.weight_files),
         output_bytes=sum(path.stat().st_size for path in written.path.rglob("*") if path.is_file()),
         source_bytes=sum(info.nbytes for info in tensors.values()),

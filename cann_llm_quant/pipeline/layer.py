@@ -78,7 +78,12 @@ def quantize_layer(
         running[name] = solved.weight.dequantize()
         stored |= native.encode(module, solved.weight)
         tokens = None if site is None else site.tokens
-        linears[module] = {"rtn_error": rtn_errors[module], "error": solved.error, "tokens": tokens}
+        linears[module] = {
+            "rtn_error": rtn_errors[module],
+            "error": solved.error,
+            "tokens": tokens,
+            "scale_dtype": str(solved.weight.scale.dtype).removeprefix("torch."),
+        }
     for name, tensor in smoothed.tensors.items():
         stored[name] = tensor.to(storage[name])
         running[name] = stored[name].to(torch.float32)

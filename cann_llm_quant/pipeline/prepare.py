@@ -18,14 +18,15 @@ from cann_llm_quant.checkpoint.base import Checkpoint
 from cann_llm_quant.checkpoint.companion_tokenizer import tokenizer_of
 from cann_llm_quant.corpus import default_source, load_windows, parse_source
 from cann_llm_quant.device import resolve_device, resolve_dtype
-from cann_llm_quant.errors import UsageError
+from cann_llm_quant.errors import UnsupportedError, UsageError
+from cann_llm_quant.export.model_config import json_bytes
 from cann_llm_quant.models import arch_from_checkpoint, unclaimed
 from cann_llm_quant.models.arch import Arch
 from cann_llm_quant.pipeline.request import GIB, Event, RunOptions
 from cann_llm_quant.recipe import Recipe
 from cann_llm_quant.tokenizer import check_vocabulary
 
-LIBRARIES = ("torch", "transformers", "safetensors")
+LIBRARIES = ("torch", "transformers", "safetensors", "gguf")
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class Job:
     """One run, resolved: what to do with which tensor, on which text, where."""
 
     source: Checkpoint
+    source_name: str
+    companions: dict[str, bytes]
     arch: Arch
     assignment: Assignment
     recipe: Recipe
@@ -52,14 +55,17 @@ class Job:
             "corpus": self.corpus,
             "dtype": self.options.dtype,
             "device": self.device.type,
-            "max_shard_bytes": self.options.max_shard_bytes,
             "tool": __version__,
             "libraries": {name: version(name) for name in LIBRARIES},
         }
 
 
-def prepare(source: Checkpoint, recipe: Recipe, options: RunOptions, tell: Callable[[Event], None]) -> Job:
+def prepare(
+    source: Checkpoint, source_name: str, recipe: Recipe, options: RunOptions, tell: Callable[[Event], None]
+) -> Job:
     """Resolve and check a run. Raises InputError's kinds for everything that cannot work."""
+    json_bytes(source.config)
+    companions = source.companion_files()
     device, dtype = resolve_device(options.device), resolve_dtype(options.dtype)
     arch = arch_from_checkpoint(source)
     assignment = assign(
@@ -71,7 +77,12 @@ def prepare(source: Checkpoint, recipe: Recipe, options: RunOptions, tell: Calla
     if recipe.needs_calibration:
         ids, corpus = _calibration_windows(source, arch, recipe, options, tell)
     dropped, extra = _account(arch, source)
-    job = Job(source, arch, assignment, recipe, options, device, dtype, ids, corpus, dropped, extra)
+    if extra:
+        message = f"{len(extra)} tensors that {arch.model_type} has no place for travel along in float: {extra[0]}"
+        tell(Event("prepare", message=message + (" …" if extra[1:] else ""), warning=True))
+    job = Job(
+        source, source_name, companions, arch, assignment, recipe, options, device, dtype, ids, corpus, dropped, extra
+    )
     estimate = estimate_peak_bytes(job)
     _check_memory(estimate)
     tell(
@@ -118,6 +129,8 @@ def _account(arch: Arch, source: Checkpoint) -> tuple[dict[str, str], list[str]]
     for name in unclaimed(arch, list(source.tensors)):
         if name.endswith("rotary_emb.inv_freq"):
             dropped[name] = "computed from the config"
+        elif source.tensors[name].dtype.is_complex:
+            raise UnsupportedError(f"tensor {name} is {source.tensors[name].dtype}, which safetensors cannot hold")
         elif name == f"{arch.head_module}.weight" and arch.tied_head:
             dropped[name] = "tied to the embedding"
         else:

@@ -59,7 +59,7 @@ class QuantizeReport:
     dropped_tensors: dict[str, str]
     extra_tensors: list[str]
     float_modules: dict[str, str]
-    group_sizes: dict[str, int]
+    formats: dict[str, int]
     weight_files: list[str]
     output_bytes: int
     source_bytes: int

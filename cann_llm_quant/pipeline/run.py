@@ -5,8 +5,10 @@ journal and goes on after the last whole layer, from that layer's spooled activa
 running the stored quantized layers again: the same arithmetic, so the same bits.
 """
 
+import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from cann_llm_quant.pipeline.closing import output_files, summarize
 from cann_llm_quant.pipeline.layer import LayerResult, quantize_layer
 from cann_llm_quant.pipeline.prepare import Job, prepare
 from cann_llm_quant.pipeline.request import Event, QuantizeReport, RunOptions, Stage
+from cann_llm_quant.quant.shrinkage import shrink_hessian
 from cann_llm_quant.recipe import Recipe
 
 EMBEDDING, HEAD, EXTRA = "embedding", "head", "extra"
@@ -55,7 +58,7 @@ def quantize_model(
         allow_pickle=options.allow_pickle,
         ignore_source_quant=options.ignore_source_quant,
     ) as source:
-        job = prepare(source, recipe, options, tell)
+        job = prepare(source, _name_of(model), recipe, options, tell)
         with CheckpointWriter.open(
             output,
             run=job.run_identity(),
@@ -78,10 +81,21 @@ def quantize_model(
     return report
 
 
+def _name_of(model: str) -> str:
+    """The folder's or file's own name, or the hub id; bytes that are no UTF-8 are replaced, since it goes into JSON."""
+    path = Path(model)
+    name = path.resolve().name if path.exists() else model
+    return os.fsencode(name).decode("utf-8", "replace")
+
+
 def _write_outer(job: Job, writer: CheckpointWriter, unit: str, names: list[str]) -> None:
     """Copy tensors that stay as they are."""
-    if unit not in writer.completed:
-        writer.write_unit(unit, {name: job.source.load(name) for name in names}, {"kept": len(names)})
+    if unit in writer.completed:
+        return
+    tensors = {name: job.source.load(name) for name in names}
+    for name, tensor in tensors.items():
+        _require_finite(name, tensor)
+    writer.write_unit(unit, tensors, {"kept": len(names)})
 
 
 def _quantize_layers(job: Job, writer: CheckpointWriter, finished: int, tell: Tell) -> None:
@@ -104,6 +118,8 @@ def _quantize_layer(job: Job, writer: CheckpointWriter, layer: Layer, states: Hi
         probe = next(states.windows())
     tell(Event("solve", done + windows, total, name))
     result = _solve(job, layer, statistics, probe)
+    if states is not None:
+        _tell_unseen(layer, result.record, name, tell)
     statistics.clear()
     for warning in result.warnings:
         tell(Event("solve", done + windows, total, name, message=warning, warning=True))
@@ -115,6 +131,15 @@ def _quantize_layer(job: Job, writer: CheckpointWriter, layer: Layer, states: Hi
     if states is not None:
         states.forget_before(layer.index + 1)
     tell(Event("solve", done + passes, total, name, error))
+
+
+def _tell_unseen(layer: Layer, record: dict[str, Any], name: str, tell: Tell) -> None:
+    """Experts that nothing was routed to are rounded without statistics; that is a result, so it is said."""
+    roles = {spec.module: spec.role for spec in layer.linears}
+    unseen = {roles[module].split(".")[1] for module, entry in record["linears"].items() if entry["tokens"] is None}
+    if unseen and layer.moe is not None:
+        message = f"layer {layer.index}: {len(unseen)} of {layer.moe.num_experts} experts saw no calibration token"
+        tell(Event("solve", layer=name, message=f"{message}; they are rounded without statistics", warning=True))
 
 
 def _tell_pass(
@@ -168,11 +193,25 @@ def _measure(job: Job, layer: Layer, states: HiddenStates, step: Callable[[int],
                 f"layer {layer.index}: the input of {site} holds NaN, infinity or values whose squares leave float32; "
                 "scan the source's weights with inspect --scan"
             )
+        # Replaced one by one, so that only one Gram matrix is held twice.
+        statistics[site] = replace(measured, hessian=shrink_hessian(measured.hessian, measured.tokens))
     return statistics
 
 
 def _load(job: Job, layer: Layer) -> dict[str, Tensor]:
-    return load_layer(job.source, job.arch, layer.index, job.device, torch.float32)
+    tensors = load_layer(job.source, job.arch, layer.index, job.device, torch.float32)
+    for name, tensor in tensors.items():
+        _require_finite(name, tensor)
+    return tensors
+
+
+def _require_finite(name: str, tensor: Tensor) -> None:
+    """NaN would spread through its group, and infinity would come out as a large number that no scan finds later."""
+    if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        first = (~torch.isfinite(tensor)).nonzero()[0].tolist()
+        raise NumericError(
+            f"tensor {name} of the source holds NaN or infinity, first at {first}; inspect --scan lists all of them"
+        )
 
 
 def _build(job: Job, layer: Layer, tensors: dict[str, Tensor]) -> Any:

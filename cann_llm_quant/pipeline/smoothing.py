@@ -83,7 +83,8 @@ def _search(
     clip: bool,
 ) -> AwqResult:
     tie = _shared_rows(arch, site)
-    dtype = storage[f"{quantized[0]}.weight"]
+    stored = storage[f"{quantized[0]}.weight"]
+    dtype = torch.float32 if stored == torch.float64 else stored
     return search_scale(
         [tensors[f"{module}.weight"] for module in quantized],
         statistics.hessian,

@@ -103,12 +103,15 @@ def test_quantization_config_is_one_that_compressed_tensors_accepts() -> None:
     schemes = {f"model.layers.{i}.mlp.{n}_proj": g64 if n == "up" else g128 for i in range(2) for n in ("up", "down")}
     config = native.quantization_config(schemes, ["lm_head"])
     parsed = QuantizationConfig.model_validate(config)
-    assert [group.targets for group in parsed.config_groups.values()] == [[r"re:.*\.up_proj$"], [r"re:.*\.down_proj$"]]
+    assert [group.targets for group in parsed.config_groups.values()] == [
+        [r"re:.*\.mlp\.up_proj$"],
+        [r"re:.*\.mlp\.down_proj$"],
+    ]
     assert parsed.ignore == ["lm_head"]
     schemes["model.layers.1.mlp.up_proj"] = g128
     targets = [g["targets"] for g in native.quantization_config(schemes, [])["config_groups"].values()]
     assert targets[0] == ["model.layers.0.mlp.up_proj"]
-    assert targets[1] == [r"re:.*\.down_proj$", "model.layers.1.mlp.up_proj"]
+    assert targets[1] == [r"re:.*\.mlp\.down_proj$", "model.layers.1.mlp.up_proj"]
     json.dumps(config)
 
 

@@ -6,16 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import save_text, save_tiny
+from tiny_models import our_logits, save_text, save_tiny
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
-from cann_llm_quant.calibrate.streamed_logits import StreamedLogits
 from cann_llm_quant.checkpoint import open_checkpoint
 from cann_llm_quant.errors import NumericError, UsageError
 from cann_llm_quant.export.inference_config import load_inference_config
 from cann_llm_quant.export.native_reader import open_native
 from cann_llm_quant.export.to_float import export_to_float
-from cann_llm_quant.models import arch_from_checkpoint
 from cann_llm_quant.pipeline import QuantizeReport, RunOptions, quantize_model
 from cann_llm_quant.recipe import Calibration, Recipe, Rule, WeightScheme
 
@@ -31,14 +29,6 @@ def quantize(
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
     return save_text(tmp_path / "text.txt")
-
-
-def our_logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
-    with open_native(folder) as checkpoint:
-        arch = arch_from_checkpoint(checkpoint)
-        device = torch.device("cpu")
-        stream = StreamedLogits(checkpoint, arch, device=device, dtype=torch.float32, budget=1 << 30)
-        return torch.stack(list(stream(ids)))
 
 
 @pytest.mark.parametrize("method", ["rtn", "awq"])
@@ -212,3 +202,52 @@ def test_c16_same_command_twice_gives_the_same_bytes(tmp_path: Path, text: Path)
     files = [sorted(p.name for p in (tmp_path / name).iterdir()) for name in ("first", "second")]
     assert files[0] == files[1]
     assert all((tmp_path / "first" / f).read_bytes() == (tmp_path / "second" / f).read_bytes() for f in files[0])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"])
+def test_c06_c14_weights_that_are_not_finite_are_refused_by_name(
+    tmp_path: Path, text: Path, name: str, bad: float
+) -> None:
+    model = save_tiny(tmp_path / "model")
+    tensors = load_file(model / "model.safetensors")
+    tensors[name].view(-1)[7] = bad
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(NumericError, match=rf"{name} .* first at \["):
+        quantize(model, tmp_path / "out", text, method="rtn")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_fold_that_moves_the_float_layer_is_undone_and_reported(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = save_tiny(tmp_path / "model")
+    quantize(model, tmp_path / "plain", text, method="rtn", clip=True)
+    monkeypatch.setattr("cann_llm_quant.pipeline.smoothing.divide_rows", lambda weight, bias, rows: (weight, bias))
+    report = quantize(model, tmp_path / "out", text)
+    assert len(report.warnings) == 2
+    assert "layer 0: folding AWQ scales changed the float layer's output" in report.warnings[0]
+    source, written = (load_file(p / "model.safetensors") for p in (model, tmp_path / "out"))
+    gain = "model.layers.0.input_layernorm.weight"
+    assert torch.equal(source[gain], written[gain])
+
+
+def test_c08_scales_too_small_for_fp16_are_stored_wider_and_the_config_says_so(tmp_path: Path, text: Path) -> None:
+    model = save_tiny(tmp_path / "model", dtype=torch.float16)
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.layers.0.self_attn.q_proj.weight"] *= 1e-4
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    quantize(model, tmp_path / "out", text, method="rtn")
+    linears = load_inference_config(tmp_path / "out").weights.linears
+    assert linears["model.layers.0.self_attn.q_proj"].endswith("bfloat16")
+    assert linears["model.layers.0.self_attn.k_proj"].endswith("float16")
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert written["model.layers.0.self_attn.q_proj.weight_scale"].dtype == torch.bfloat16
+
+
+def test_float64_sources_get_float32_scales(tmp_path: Path, text: Path) -> None:
+    model = save_tiny(tmp_path / "model", dtype=torch.float64)
+    quantize(model, tmp_path / "out", text)
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert written["model.layers.0.self_attn.q_proj.weight_scale"].dtype == torch.float32
+    assert bool(torch.isfinite(our_logits(tmp_path / "out", torch.tensor([[3, 4, 5]]))).all())
