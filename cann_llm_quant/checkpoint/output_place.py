@@ -16,7 +16,7 @@ from typing import Any
 from cann_llm_quant.errors import UsageError
 
 MARKERS = ("inference_config.json", "float_export.json")
-SKELETON = {"lock", "run.json.tmp"}
+SKELETON = frozenset({"lock", "run.json.tmp"})
 
 _UNUSABLE = {
     errno.EACCES,
@@ -114,13 +114,13 @@ def _check_leftovers(out: Path) -> bool:
         if os.path.lexists(place) and (place.is_symlink() or not place.is_dir()):
             raise UsageError(f"{place} is no folder, but its name is needed: move it away or choose another -o")
     begun, ended = read_identity(partial) is not None, read_identity(done) is not None
-    for place, ours, allowed in ((partial, begun, SKELETON), (done, ended, set())):
+    for place, ours, allowed in ((partial, begun, SKELETON), (done, ended, frozenset())):
         if place.exists() and not ours and not {path.name for path in place.iterdir()} <= allowed:
             raise UsageError(
                 f"{place} has no run.json, so it is no unfinished output: move it away or choose another -o"
             )
     merged = begun and (partial / "plan.json").exists() and not (partial / "result").exists()
-    return ended or merged
+    return merged or done.exists()
 
 
 def read_identity(folder: Path) -> dict[str, Any] | None:

@@ -103,8 +103,8 @@ class CheckpointWriter:
         if max_shard_bytes <= 0:
             raise UsageError(f"shard size {max_shard_bytes} is not a positive number of bytes")
         out = Path(os.path.abspath(out))
-        partial = partial_path(out)
         check_output(out, overwrite=overwrite, sources=sources)
+        partial = partial_path(out)
         identity = json.loads(encode_json({"max_shard_bytes": max_shard_bytes, "run": run}))
         with disk_errors(partial), place_errors(out):
             clear_leftover(out, identity, overwrite)
