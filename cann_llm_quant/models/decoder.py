@@ -136,9 +136,11 @@ class DecoderLayer:
         return y + shared
 
 
-def rotation_of(arch: Arch, positions: Int[Tensor, "batch seq"], dtype: torch.dtype) -> Rotation:
-    """Cosines and sines of `positions`, the same for all layers."""
-    return cos_sin(arch.rope, arch.head_dim, positions, dtype)
+def rotation_of(
+    arch: Arch, positions: Int[Tensor, "batch seq"], dtype: torch.dtype, length: int | None = None
+) -> Rotation:
+    """Cosines and sines of `positions`, the same for all layers; `length` as in `cos_sin`."""
+    return cos_sin(arch.rope, arch.head_dim, positions, dtype, length)
 
 
 def embed(weight: Float[Tensor, "vocab hidden"], ids: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq hidden"]:
@@ -184,13 +186,17 @@ class DecoderModel:
         ids: Int[Tensor, "batch seq"],
         positions: Int[Tensor, "batch seq"] | None = None,
         attend: Attend | None = None,
+        length: int | None = None,
     ) -> Float[Tensor, "batch seq hidden"]:
-        """The last layer's output, before the final norm: what a caller needs that wants logits of few tokens."""
+        """The last layer's output, before the final norm: what a caller needs that wants logits of few tokens.
+
+        `length` is the number of positions of the whole text of which `ids` are a chunk; by default they end it.
+        """
         if positions is None:
             positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
         attend = attend or CausalAttend()
         x = embed(self.embedding, ids)
-        turn = rotation_of(self.arch, positions, x.dtype)
+        turn = rotation_of(self.arch, positions, x.dtype, length)
         for layer in self.layers:
             x = layer(x, positions, attend, rotation=turn)
         return x

@@ -7,12 +7,15 @@ Channel pair `(i, i + d/2)` of a head turns by the angle `position * f_i`, `f_i 
 Scaling kinds change `f` (and `yarn` also multiplies cos and sin by an attention factor):
 
     linear    f / factor
-    dynamic   theta grows with the longest position seen in the call (NTK-aware, reddit u/bloc97 and u/emozilla)
+    dynamic   theta grows with the number of positions in sight (NTK-aware, reddit u/bloc97 and u/emozilla)
     yarn      a ramp between f and f / factor over the channels (2309.00071, equations 17-23)
     llama3    the same idea with a ramp over the wavelengths (Llama 3.1)
 
-Frequencies and angles are float32; cos and sin are rounded to the activations' dtype last. `dynamic` is computed from
-the call's own longest position alone; it keeps no memory of longer earlier calls.
+Frequencies and angles are float32; cos and sin are rounded to the activations' dtype last.
+
+`dynamic` follows transformers' `generate`: a prompt is turned with the theta of its whole length, however it is cut
+into chunks; then every new token with the theta of the length that it makes, while keys in the cache stay as they were
+turned. Unlike transformers it keeps no memory of longer earlier texts.
 """
 
 import math
@@ -48,10 +51,18 @@ def frequencies(rope: Rope, head_dim: int, length: int) -> tuple[Float[Tensor, "
 
 
 def cos_sin(
-    rope: Rope, head_dim: int, positions: Int[Tensor, "batch seq"], dtype: torch.dtype
+    rope: Rope,
+    head_dim: int,
+    positions: Int[Tensor, "batch seq"],
+    dtype: torch.dtype,
+    length: int | None = None,
 ) -> tuple[Float[Tensor, "batch seq dim"], Float[Tensor, "batch seq dim"]]:
-    """Cosines and sines for `positions`, on their device."""
-    length = int(positions.max()) + 1 if rope.kind == "dynamic" else 0
+    """Cosines and sines for `positions`, on their device.
+
+    `length` is the number of positions in sight; by default the longest of `positions` is the last one.
+    """
+    if length is None:
+        length = int(positions.max()) + 1 if rope.kind == "dynamic" else 0
     per_position, factor = frequencies(rope, head_dim, length)
     angles = positions[..., None].float() * per_position.to(positions.device)
     angles = torch.cat((angles, angles), dim=-1)

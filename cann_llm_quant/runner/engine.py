@@ -68,7 +68,8 @@ class Generation:
 class LLMEngine:
     """Runs one model. `path` is a directory that `quantize` wrote or any float checkpoint that can be opened.
 
-    `max_context` lowers the model's own limit. Raises InputError's kinds when the model cannot be used.
+    `revision` is of a hub id; `allow_pickle` admits `.bin` weights. `max_context` lowers the model's own limit.
+    Raises InputError's kinds when the model cannot be used.
     """
 
     def __init__(
@@ -79,8 +80,12 @@ class LLMEngine:
         dtype: str = "fp32",
         kernel: str = "auto",
         max_context: int | None = None,
+        revision: str | None = None,
+        allow_pickle: bool = False,
     ) -> None:
-        self._adopt(load_packed(str(path), resolve_device(device), resolve_dtype(dtype), kernel), max_context)
+        place, precision = resolve_device(device), resolve_dtype(dtype)
+        loaded = load_packed(str(path), place, precision, kernel, revision=revision, allow_pickle=allow_pickle)
+        self._adopt(loaded, max_context)
 
     @classmethod
     def from_parts(
@@ -212,12 +217,17 @@ class LLMEngine:
 
     @torch.no_grad()
     def _next_logits(self, ids: list[int], cache: KVCache) -> Float[Tensor, " vocab"]:
-        """Logits after the last of `ids`, which are appended to the cache; only that token goes through the head.."""
+        """Logits after the last of `ids`, which are appended to the cache; only that token goes through the head.
+
+        Dynamic RoPE takes the length up to the end of `ids` for all of them, so that chunks do not show, as
+        transformers' `generate` does.
+        """
         device = self.model.embedding.device
+        end = cache.length + len(ids)
         for start in range(0, len(ids), PREFILL_CHUNK):
             chunk = torch.tensor([ids[start : start + PREFILL_CHUNK]], device=device)
             positions = torch.arange(cache.length, cache.length + chunk.shape[1], device=device)[None]
-            hidden = self.model.hidden(chunk, positions, cache)
+            hidden = self.model.hidden(chunk, positions, cache, length=end)
             cache.advance(chunk.shape[1])
         return head(self.model.arch, self.model.norm, self.model.head_op, hidden[:, -1:])[0, 0]
 
