@@ -49,7 +49,10 @@ def arch_from_config(config: Mapping[str, Any], shapes: Shapes, where: str) -> A
     )
     positions = fields.optional_integer("max_position_embeddings")
     rope = rope_from_config(
-        fields, family.default_theta, positions or fields.integer("max_sequence_length", default=2048)
+        fields,
+        family.default_theta,
+        positions or fields.integer("max_sequence_length", default=2048),
+        partial_rotary=family.partial_rotary,
     )
     arch = Arch(
         model_type=family.model_type,

@@ -67,7 +67,10 @@ def full_attention(fields: ConfigFields, index: int) -> int | None:
 
 @dataclass(frozen=True)
 class Family:
-    """What distinguishes one `model_type`; see the module's docstring."""
+    """What distinguishes one `model_type`; see the module's docstring.
+
+    `partial_rotary`: the config's `partial_rotary_factor` may leave the last channels of every head unturned.
+    """
 
     model_type: str
     default_theta: float = 10000.0
@@ -76,6 +79,7 @@ class Family:
     o_bias: BiasRule = NO_BIAS
     mlp_bias: BiasRule = NO_BIAS
     qk_norm: bool = False
+    partial_rotary: bool = False
     window: Window = full_attention
     experts: Experts | None = None
     attention: Mapping[str, str] = field(default_factory=lambda: ATTENTION)

@@ -28,10 +28,13 @@ _NUMBERS = (
 _ZERO_IS_ABSENT = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 
 
-def rope_from_config(fields: ConfigFields, default_theta: float, max_positions: int) -> Rope:
+def rope_from_config(
+    fields: ConfigFields, default_theta: float, max_positions: int, *, partial_rotary: bool = False
+) -> Rope:
     """The rotary embedding that a config describes; `max_positions` is its `max_position_embeddings`.
 
-    Raises CheckpointError for contradictory or incomplete fields, UnsupportedError for an unknown kind.
+    Raises CheckpointError for contradictory or incomplete fields, UnsupportedError for an unknown kind, or a
+    `partial_rotary_factor` that is not 1 where the family turns whole heads (`partial_rotary` false).
     """
     new, old = fields.section("rope_parameters"), fields.section("rope_scaling")
     for section in (new, old):
@@ -44,6 +47,7 @@ def rope_from_config(fields: ConfigFields, default_theta: float, max_positions: 
         if fields.given(name):
             said.append({name: fields.number(name)})
     settings = _merge(said, fields.where)
+    _check_partial(settings.get("partial_rotary_factor", 1.0), partial_rotary, fields.where)
     kind = settings.pop("rope_type", "default")
     theta = settings.pop("rope_theta", default_theta)
     return Rope(theta, kind, _completed(kind, settings, max_positions, fields.where), max_positions)
@@ -97,6 +101,17 @@ def _merge(said: list[dict[str, Any]], where: str) -> dict[str, Any]:
                 )
             merged[name] = value
     return merged
+
+
+def _check_partial(factor: float, partial_rotary: bool, where: str) -> None:
+    """Readers of families that turn whole heads ignore the field or fail on it: no meaning is safe but 1."""
+    if not partial_rotary and factor != 1:
+        raise UnsupportedError(
+            f"{where}: partial_rotary_factor={factor!r}, but this model type turns whole heads; remove the field if "
+            "the model was trained so"
+        )
+    if factor > 1:
+        raise CheckpointError(f"{where}: partial_rotary_factor={factor!r} must be at most 1")
 
 
 def _completed(kind: str, settings: dict[str, Any], max_positions: int, where: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from tiny_families import FAMILIES, edit_config, load_ours, random_ids, referenc
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from cann_llm_quant.errors import UnsupportedError
 from cann_llm_quant.models.attention import CausalAttend, masked_attention
 from cann_llm_quant.models.families import known_families
 
@@ -143,6 +144,14 @@ def test_rope_scaling_within_and_beyond_the_trained_length(tmp_path: Path, scali
     ids = random_ids(97, 2, seq)
     expected = reference_logits(reference, ids)
     torch.testing.assert_close(load_ours(tmp_path)(ids), expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_partial_rotary_factor_is_refused_by_families_that_turn_whole_heads(tmp_path: Path, family: str) -> None:
+    save_family(tmp_path, family)
+    edit_config(tmp_path, partial_rotary_factor=0.5)
+    with pytest.raises(UnsupportedError, match="partial_rotary_factor"):
+        load_ours(tmp_path)
 
 
 def test_c30_old_and_new_rope_fields_are_the_same_model(tmp_path: Path) -> None:

@@ -71,12 +71,37 @@ def test_rotation_is_multiplication_by_complex_units() -> None:
 
 
 def test_partial_rotation_leaves_the_rest_alone() -> None:
-    rope = parse({"partial_rotary_factor": 0.5})
+    rope = rope_from_config(ConfigFields({"partial_rotary_factor": 0.5}), 10000.0, TRAINED, partial_rotary=True)
     x = torch.randn(1, 2, 3, 8, generator=torch.Generator().manual_seed(0))
     positions = torch.arange(3)[None]
     cos, sin = cos_sin(rope, 8, positions, torch.float32)
     whole = rotate(x[..., :4], *cos_sin(Rope(), 4, positions, torch.float32))
     assert torch.equal(rotate(x, cos, sin), torch.cat((whole, x[..., 4:]), dim=-1))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"partial_rotary_factor": 0.5},
+        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+        {"rope_scaling": {"type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}},
+    ],
+)
+def test_partial_rotation_is_refused_where_the_family_turns_whole_heads(config: dict[str, Any]) -> None:
+    """transformers ignores the field there (or fails on it), other readers may not: no guess is made."""
+    with pytest.raises(UnsupportedError, match=r"config\.json: partial_rotary_factor=0\.5.*remove") as caught:
+        parse(config)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_partial_rotary_factor_of_one_says_nothing() -> None:
+    one, silent = (frequencies(parse(config), 16, 0) for config in ({"partial_rotary_factor": 1.0}, {}))
+    assert torch.equal(one[0], silent[0])
+
+
+def test_no_more_than_the_whole_head_turns() -> None:
+    with pytest.raises(CheckpointError, match="at most 1"):
+        rope_from_config(ConfigFields({"partial_rotary_factor": 1.5}), 1e4, TRAINED, partial_rotary=True)
 
 
 def test_angles_stay_exact_in_half_precision() -> None:
@@ -94,6 +119,15 @@ def test_dynamic_depends_on_the_longest_position_of_the_call_only() -> None:
     cos_sin(rope, 16, torch.tensor([[4 * TRAINED]]), torch.float32)
     assert torch.equal(cos_sin(rope, 16, short, torch.float32)[0], before[0])
     assert torch.equal(before[0], cos_sin(Rope(), 16, short, torch.float32)[0])
+
+
+def test_dynamic_takes_the_length_that_is_given() -> None:
+    """A chunk of a longer text turns as that text does."""
+    rope = parse({"rope_scaling": {"type": "dynamic", "factor": 2.0}})
+    whole = cos_sin(rope, 16, torch.arange(3 * TRAINED)[None], torch.float32)
+    chunk = cos_sin(rope, 16, torch.arange(10)[None], torch.float32, 3 * TRAINED)
+    assert torch.equal(chunk[0], whole[0][:, :10])
+    assert torch.equal(chunk[1], whole[1][:, :10])
 
 
 def test_c30_both_spellings_give_one_rope() -> None:
