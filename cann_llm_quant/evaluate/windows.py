@@ -6,8 +6,8 @@ context and scores its new tokens alone, so that every token is scored once. The
 end is dropped, and `dropped_tokens` says how much.
 
 BOS (`each-window`) takes the first position of every window; a stream or window that begins with it already
-is not given a second one. Without BOS the first token of a window has no context and is not scored, hence
-windows x (window - 1) tokens.
+is not given a second one, and a window that would then hold no new token is left out. Without BOS the first
+token of a window has no context and is not scored, hence windows x (window - 1) tokens.
 """
 
 import hashlib
@@ -58,6 +58,12 @@ class EvaluationWindows:
     def stream_index(self, index: int, position: int) -> int:
         """Where a position lies in the token stream (an inserted BOS: one before its window's first token)."""
         return self.starts[index] + position
+
+    def place(self, index: int, position: int) -> str:
+        """That position in words."""
+        if position == 0 and self.bos_id is not None:
+            return "the BOS before its text"
+        return f"token {self.stream_index(index, position)} of the text"
 
     @property
     def tokens_sha256(self) -> str:
@@ -139,10 +145,12 @@ def _cut(
         end = start + window - int(insert)
         if end > len(stream):
             break
-        head = stream.new_tensor([bos_id] if insert else [])
-        rows.append(torch.cat([head, stream[start:end]]))
-        starts.append(start - int(insert))
-        overlap.append(window - (end - covered) if covered > start else 0)
-        covered = end
+        # Where the window before had room for one token more, a stride of 1 brings nothing new.
+        if end > covered:
+            head = stream.new_tensor([bos_id] if insert else [])
+            rows.append(torch.cat([head, stream[start:end]]))
+            starts.append(start - int(insert))
+            overlap.append(window - (end - covered) if covered > start else 0)
+            covered = end
         start += min(stride, end - start)
     return rows, starts, overlap, covered

@@ -10,7 +10,7 @@ import torch
 from cann_llm_quant.errors import NonFiniteResultError, UsageError
 from cann_llm_quant.evaluate import perplexity
 from cann_llm_quant.evaluate.evaluation import evaluate
-from cann_llm_quant.evaluate.report import check_thresholds, compare
+from cann_llm_quant.evaluate.report import EvaluationResult, Thresholds, compare
 from cann_llm_quant.evaluate.windows import cut_windows
 
 VOCAB = 37
@@ -138,6 +138,17 @@ def test_standard_error_over_windows() -> None:
     assert single.divergence.kl_stderr is None
 
 
+def test_c73_stride_one_with_bos_in_the_stream_has_a_standard_error() -> None:
+    q, p = table_model(1), table_model(2)
+    windows = cut_windows([1, *range(3, 30), 1, *range(3, 20)], window=8, stride=1, bos_id=1, bos="each-window")
+    _, kl, _ = float64_twin(q, windows, p)
+    cuts = np.cumsum([8 - overlap for overlap in windows.overlap])[:-1]
+    means = np.array([part.mean() for part in np.split(kl, cuts)])
+    result = evaluate(q, windows, reference=p)
+    assert result.divergence.kl_stderr == pytest.approx(means.std(ddof=1) / math.sqrt(len(means)), rel=1e-4)
+    assert result.divergence.positions == len(kl)
+
+
 def test_c72_bits_per_byte_uses_the_texts_tokens_per_byte() -> None:
     windows = cut_windows(stream(100), window=50, text="x" * 400)
     result = evaluate(table_model(1), windows)
@@ -166,6 +177,16 @@ def test_c74_nan_stops_with_its_position_and_exit_code_3(value, whose) -> None:
     assert "window 2, position 17" in message
     assert "token 117" in message
     assert "\n" not in message
+
+
+def test_c74_nan_at_the_bos_is_not_called_token_minus_one() -> None:
+    def broken(windows):
+        for row in table_model(1)(windows):
+            row[0, 3] = math.nan
+            yield row
+
+    with pytest.raises(NonFiniteResultError, match=r"window 0, position 0 \(the BOS before its text, "):
+        evaluate(broken, cut_windows(range(3, 20), window=8, bos_id=1, bos="each-window"))
 
 
 def test_c74_finite_logits_with_infinite_loss_are_caught() -> None:
@@ -224,32 +245,44 @@ def test_a_large_vocabulary_is_worked_through_in_chunks() -> None:
     assert result.perplexity == pytest.approx(150_000, rel=1e-5)
 
 
+def missed(result: EvaluationResult, **thresholds: str | float) -> list[str]:
+    return Thresholds.parse(**thresholds).missed(result)
+
+
 def test_thresholds() -> None:
     result = evaluate(table_model(1), cut_windows(stream(), window=50), reference=table_model(2))
-    assert check_thresholds(result) == []
-    assert check_thresholds(result, max_increase="100000%", max_kl=1e3, min_top1=0.0) == []
+    assert missed(result) == []
+    assert missed(result, max_increase="100000%", max_kl=1e3, min_top1=0.0) == []
     worse = evaluate(table_model(1, temperature=2.0), cut_windows(stream(), window=50), reference=table_model(2))
     assert worse.increase > 0.1
-    assert check_thresholds(worse, max_increase=worse.increase + 1e-6) == []
-    assert "--max-increase" in check_thresholds(worse, max_increase=f"{(worse.increase - 1e-6) * 100}%")[0]
+    assert missed(worse, max_increase=worse.increase + 1e-6) == []
+    assert "--max-increase" in missed(worse, max_increase=f"{(worse.increase - 1e-6) * 100}%")[0]
     kl, top1 = result.divergence.kl, result.divergence.top1_agreement
-    assert check_thresholds(result, max_kl=kl + 1e-9) == []
-    assert "--max-kl" in check_thresholds(result, max_kl=kl - 1e-9)[0]
-    assert check_thresholds(result, min_top1=top1) == []
-    assert "--min-top1" in check_thresholds(result, min_top1=top1 + 1e-9)[0]
+    assert missed(result, max_kl=kl + 1e-9) == []
+    assert "--max-kl" in missed(result, max_kl=kl - 1e-9)[0]
+    assert missed(result, min_top1=top1) == []
+    assert "--min-top1" in missed(result, min_top1=top1 + 1e-9)[0]
 
 
+@pytest.mark.parametrize("option", ["max_increase", "max_kl", "min_top1"])
 @pytest.mark.parametrize("value", ["one", "nan", "-1%", "", "inf"])
-def test_bad_thresholds_are_usage_errors(value) -> None:
-    result = evaluate(table_model(1), cut_windows(stream(), window=50), reference=table_model(2))
-    with pytest.raises(UsageError, match="--max-increase"):
-        check_thresholds(result, max_increase=value)
+def test_bad_thresholds_are_usage_errors(option, value) -> None:
+    with pytest.raises(UsageError, match="--" + option.replace("_", "-")):
+        Thresholds.parse(**{option: value})
+
+
+@pytest.mark.parametrize("value", ["200%", "1.01", 95])
+def test_no_more_than_all_tokens_can_agree(value) -> None:
+    with pytest.raises(UsageError, match=r"--min-top1 .* is more than 100%"):
+        Thresholds.parse(min_top1=value)
+    assert Thresholds.parse(min_top1="100%").min_top1 == 1.0
+    assert Thresholds.parse(max_increase="200%").max_increase == 2.0
 
 
 def test_a_threshold_needs_a_reference() -> None:
     result = evaluate(table_model(1), cut_windows(stream(), window=50))
     with pytest.raises(UsageError, match="--reference"):
-        check_thresholds(result, max_kl=0.1)
+        missed(result, max_kl=0.1)
 
 
 def test_c72_compare_refuses_different_settings() -> None:

@@ -57,6 +57,32 @@ def test_c73_bos_is_never_doubled(bos) -> None:
     assert windows.ids.tolist() == [[1, 10, 11, 12], [1, 13, 14, 15], [1, 16, 17, 18]]
 
 
+def test_c73_a_window_without_a_new_token_is_left_out() -> None:
+    """The first window begins with the stream's own BOS; one token later, BOS takes that token's place."""
+    windows = cut_windows([1, *range(3, 40)], window=8, stride=1, bos_id=1, bos="each-window")
+    assert windows.ids[:3].tolist() == [
+        [1, 3, 4, 5, 6, 7, 8, 9],
+        [1, 4, 5, 6, 7, 8, 9, 10],
+        [1, 5, 6, 7, 8, 9, 10, 11],
+    ]
+    assert windows.overlap == (0, *[7] * 30)
+    assert windows.starts == (0, *range(1, 31))
+    assert scored_stream_indices(windows) == list(range(1, 38))
+    limited = cut_windows([1, *range(3, 40)], window=8, stride=1, bos_id=1, bos="each-window", max_windows=2)
+    assert limited.ids.tolist() == windows.ids[:2].tolist()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from([1, 5, 6, 7]), min_size=9, max_size=40), st.integers(2, 8), st.integers(1, 8))
+def test_c73_with_bos_inside_the_stream_every_window_brings_a_token(ids, window, stride) -> None:
+    windows = cut_windows(ids, window=window, stride=min(stride, window), bos_id=1, bos="each-window")
+    scored = scored_stream_indices(windows)
+    assert all(windows.first_scored(i) < window for i in range(len(windows.ids)))
+    assert all(overlap < window for overlap in windows.overlap)
+    assert scored == sorted(set(scored))
+    assert {i for i in range(len(ids) - windows.dropped_tokens) if ids[i] != 1} <= set(scored)
+
+
 def test_c73_auto_follows_the_tokenizer() -> None:
     assert own_bos(word_tokenizer(bos="<s>", adds=True)) == 0
     assert own_bos(word_tokenizer(bos="<s>", adds=False)) is None
