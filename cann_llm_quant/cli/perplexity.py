@@ -50,6 +50,10 @@ def perplexity(
         str | None,
         typer.Option("--reference", metavar="MODEL", help="The float model to compare with.", show_default=False),
     ] = None,
+    reference_revision: Annotated[
+        str | None,
+        typer.Option("--reference-revision", metavar="NAME", help="Its hub branch, tag or commit.", show_default=False),
+    ] = None,
     data: Annotated[
         str | None,
         typer.Option("--data", metavar="SOURCE", help="Text to score. [default: held-out text inside the package]"),
@@ -100,18 +104,21 @@ def perplexity(
     """
     if reference is None and (max_increase, max_kl, min_top1) != (None, None, None):
         raise UsageError("thresholds compare with a reference model; add --reference MODEL")
+    if reference is None and reference_revision is not None:
+        raise UsageError("--reference-revision is of a reference model; add --reference MODEL")
     rules = TextRules(data, window, stride, max_windows, bos)
     compute = Compute(device, dtype, parse_size(activation_budget))
-    from cann_llm_quant.evaluate.report import check_thresholds
+    from cann_llm_quant.evaluate.report import Thresholds
 
+    thresholds = Thresholds.parse(max_increase=max_increase, max_kl=max_kl, min_top1=min_top1)
     with ExitStack() as stack:
         models = [open_model(model, revision=revision, allow_pickle=allow_pickle)]
         stack.enter_context(models[0].checkpoint)
         if reference is not None:
-            models.append(open_model(reference, allow_pickle=allow_pickle))
+            models.append(open_model(reference, revision=reference_revision, allow_pickle=allow_pickle))
             stack.enter_context(models[1].checkpoint)
         result = measure(models, rules, compute)
-    missed = check_thresholds(result, max_increase=max_increase, max_kl=max_kl, min_top1=min_top1)
+    missed = thresholds.missed(result)
     value = {"model": model, "reference": reference, "text": data or "default", "dtype": dtype, **result.to_json()}
     value |= {"missed": missed, "exit_code": 1} if missed else {}
     reply = Reply(json)

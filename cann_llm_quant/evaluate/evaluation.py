@@ -39,8 +39,8 @@ def evaluate(
     for index, (q, p) in enumerate(zip(rows, reference_rows, strict=reference is not None)):
         ids, first = windows.ids[index], windows.first_scored(index)
         if p is not None:
-            require_finite(p, "reference", index, windows.stream_index)
-        require_finite(q, "candidate" if reference else "evaluated", index, windows.stream_index)
+            require_finite(p, "reference", index, windows.place)
+        require_finite(q, "candidate" if reference else "evaluated", index, windows.place)
         nll.append(_finite(token_nll(q, ids, first), "negative log-likelihood", index))
         if p is not None:
             reference_nll.append(_finite(token_nll(p, ids, first), "reference negative log-likelihood", index))

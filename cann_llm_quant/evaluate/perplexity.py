@@ -47,11 +47,11 @@ def token_nll(logits: Float[Tensor, "seq vocab"], ids: Int[Tensor, " seq"], firs
 
 
 def require_finite(
-    logits: Float[Tensor, "seq vocab"], whose: str, window: int, where: Callable[[int, int], int]
+    logits: Float[Tensor, "seq vocab"], whose: str, window: int, where: Callable[[int, int], str]
 ) -> None:
     """Raise NonFiniteResultError at the first position whose logits hold NaN or infinity.
 
-    `where(window, position)` gives the token's index in the stream, for the message.
+    `where(window, position)` says which token that is, for the message.
     """
     for rows in row_chunks(*logits.shape):
         bad = ~torch.isfinite(logits[rows])
@@ -62,6 +62,6 @@ def require_finite(
         value = float(logits[position, entry])
         raise NonFiniteResultError(
             f"the {whose} model's logits hold {value} at window {window}, position {position} "
-            f"(token {where(window, position)} of the text, vocabulary entry {entry}); "
+            f"({where(window, position)}, vocabulary entry {entry}); "
             "check the weights with `cann-llm-quant inspect`"
         )

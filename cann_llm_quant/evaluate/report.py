@@ -98,10 +98,10 @@ def compare(a: EvaluationResult, b: EvaluationResult) -> Comparison:
     )
 
 
-def parse_fraction(value: str | float, option: str) -> float:
+def parse_fraction(value: str | float, option: str, most: float = math.inf) -> float:
     """`"1%"`, `"0.01"` or 0.01 as 0.01.
 
-    Raises UsageError, naming the option, for anything but a finite number >= 0.
+    Raises UsageError, naming the option, for anything but a finite number from 0 to `most`.
     """
     text = str(value).strip()
     try:
@@ -110,42 +110,55 @@ def parse_fraction(value: str | float, option: str) -> float:
         number = math.nan
     if not math.isfinite(number) or number < 0:
         raise UsageError(f"{option} {text!r} is not a fraction; write a percentage such as 1% or a number such as 0.01")
+    if number > most:
+        raise UsageError(f"{option} {text!r} is more than {most:.0%}; write a percentage such as 95% or 0.95")
     return number
 
 
-def check_thresholds(
-    result: EvaluationResult,
-    *,
-    max_increase: str | float | None = None,
-    max_kl: float | None = None,
-    min_top1: str | float | None = None,
-) -> list[str]:
-    """One sentence for each threshold that the result misses; empty when it holds them all.
+@dataclass(frozen=True)
+class Thresholds:
+    """What a result must keep against its reference; None asks nothing.
 
-    Raises UsageError for a threshold that is no number, or one that needs a reference where there was none.
+    `max_increase` is of perplexity, `max_kl` in nats per token, `min_top1` a share of tokens.
     """
-    limits = {
-        option: parse_fraction(value, option)
-        for option, value in (
-            ("--max-increase", max_increase),
-            ("--max-kl", max_kl),
-            ("--min-top1", min_top1),
+
+    max_increase: float | None = None
+    max_kl: float | None = None
+    min_top1: float | None = None
+
+    @classmethod
+    def parse(
+        cls,
+        *,
+        max_increase: str | float | None = None,
+        max_kl: str | float | None = None,
+        min_top1: str | float | None = None,
+    ) -> "Thresholds":
+        """The thresholds as a user writes them. Raises UsageError, naming the option that cannot be meant."""
+        return cls(
+            None if max_increase is None else parse_fraction(max_increase, "--max-increase"),
+            None if max_kl is None else parse_fraction(max_kl, "--max-kl"),
+            None if min_top1 is None else parse_fraction(min_top1, "--min-top1", 1.0),
         )
-        if value is not None
-    }
-    if not limits:
-        return []
-    measured = result.divergence
-    if measured is None or result.increase is None:
-        raise UsageError(f"{', '.join(limits)} needs a reference model to measure against; give --reference")
-    failures = []
-    if result.increase > limits.get("--max-increase", math.inf):
-        failures.append(
-            f"perplexity rose by {result.increase:.3%} ({measured.reference_perplexity:.4f} to "
-            f"{result.perplexity:.4f}), more than --max-increase {limits['--max-increase']:.3%}"
-        )
-    if measured.kl > limits.get("--max-kl", math.inf):
-        failures.append(f"KL divergence {measured.kl:.6f} exceeds --max-kl {limits['--max-kl']:g}")
-    if measured.top1_agreement < limits.get("--min-top1", 0.0):
-        failures.append(f"top-1 agreement {measured.top1_agreement:.3%} is below --min-top1 {limits['--min-top1']:.3%}")
-    return failures
+
+    def missed(self, result: EvaluationResult) -> list[str]:
+        """One sentence for each threshold that the result misses; empty when it holds them all.
+
+        Raises UsageError when there are thresholds and the result has no reference.
+        """
+        if self == Thresholds():
+            return []
+        measured = result.divergence
+        if measured is None or result.increase is None:
+            raise UsageError("thresholds need a reference model to measure against; give --reference")
+        failures = []
+        if self.max_increase is not None and result.increase > self.max_increase:
+            failures.append(
+                f"perplexity rose by {result.increase:.3%} ({measured.reference_perplexity:.4f} to "
+                f"{result.perplexity:.4f}), more than --max-increase {self.max_increase:.3%}"
+            )
+        if self.max_kl is not None and measured.kl > self.max_kl:
+            failures.append(f"KL divergence {measured.kl:.6f} exceeds --max-kl {self.max_kl:g}")
+        if self.min_top1 is not None and measured.top1_agreement < self.min_top1:
+            failures.append(f"top-1 agreement {measured.top1_agreement:.3%} is below --min-top1 {self.min_top1:.3%}")
+        return failures
