@@ -15,7 +15,7 @@ LAYOUTS = ("float",)
 
 def export(
     source: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="A folder that 'quantize' wrote.", show_default=False)
+        str, typer.Argument(metavar="FOLDER", help="A folder that 'quantize' wrote.", show_default=False)
     ],
     to: Annotated[
         str,
@@ -46,9 +46,10 @@ def export(
     from cann_llm_quant.device import resolve_dtype
     from cann_llm_quant.export.to_float import export_to_float
 
+    folder = quantized_folder(source)
     with show_progress("parts") as progress:
         written = export_to_float(
-            source,
+            folder,
             output,
             dtype=None if dtype is None else resolve_dtype(dtype),
             max_shard_bytes=shard,
@@ -64,3 +65,14 @@ def export(
     }
     line = f"wrote {printable(str(written.path))}: {written.tensors} tensors, {size(written.total_bytes)}"
     Reply(json).result(value, lambda console: console.print(line, soft_wrap=True))
+
+
+def quantized_folder(source: str) -> Path:
+    """The folder of a model that `quantize` wrote, also by hub id. Raises InputError's kinds for anything else."""
+    from cann_llm_quant.checkpoint.hub import locate
+    from cann_llm_quant.export.native_reader import is_native
+
+    path = locate(source)
+    if not is_native(path):
+        raise UsageError(f"{source} is no folder that 'quantize' wrote; export converts nothing else")
+    return path

@@ -1,7 +1,6 @@
 """Open whatever a user names as a model, float or written by `quantize`, as a float view with its map and tokenizer."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -30,11 +29,8 @@ class OpenModel:
 
 def open_model(model: str, *, revision: str | None = None, allow_pickle: bool = False) -> OpenModel:
     """Open a folder, a GGUF file or a hub id; the caller closes its checkpoint. Raises InputError's kinds."""
-    from cann_llm_quant.checkpoint import open_checkpoint
-    from cann_llm_quant.export.native_reader import is_native, open_native
     from cann_llm_quant.models import arch_from_checkpoint
+    from cann_llm_quant.runner.source import open_source
 
-    path = Path(model).expanduser()
-    native = path.is_dir() and is_native(path)
-    checkpoint = open_native(path) if native else open_checkpoint(model, revision=revision, allow_pickle=allow_pickle)
+    checkpoint = open_source(model, revision=revision, allow_pickle=allow_pickle)
     return OpenModel(checkpoint, arch_from_checkpoint(checkpoint))

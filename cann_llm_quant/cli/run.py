@@ -1,5 +1,7 @@
 """`run`: continue a prompt, token by token, with a quantized folder or any float checkpoint."""
 
+import io
+import os
 import sys
 import time
 from collections.abc import Iterable
@@ -8,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from cann_llm_quant.cli.options import Debug, Json, Model
-from cann_llm_quant.cli.terminal import Reply, duration, printable
+from cann_llm_quant.cli.options import AllowPickle, Debug, Json, Model, Revision
+from cann_llm_quant.cli.terminal import Reply, abandon_stdout, duration, printable
 from cann_llm_quant.errors import UsageError
 
 if TYPE_CHECKING:
@@ -48,6 +50,8 @@ def run(
     ] = "auto",
     device: Annotated[str, typer.Option("--device", metavar="DEVICE", help="cpu, cuda or npu, also cuda:1.")] = "cpu",
     dtype: Annotated[str, typer.Option("--dtype", metavar="DTYPE", help="fp32, bf16 or fp16.")] = "fp32",
+    revision: Revision = None,
+    allow_pickle: AllowPickle = False,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -58,11 +62,11 @@ def run(
         "top_p": top_p,
         "top_k": top_k,
         "seed": seed,
-        "stop": tuple(stop or ()),
+        "stop": tuple(typed_text(text, "--stop") for text in stop or ()),
     }
     from cann_llm_quant.runner.engine import LLMEngine
 
-    engine = LLMEngine(model, device=device, dtype=dtype, kernel=kernel)
+    engine = LLMEngine(model, device=device, dtype=dtype, kernel=kernel, revision=revision, allow_pickle=allow_pickle)
     ids = prompt_ids(engine, text, chat=chat)
     answer = Answer.of(engine.stream(ids, max_new_tokens, **settings), show=not json)
     Reply(json).result({"model": model, "prompt_tokens": len(ids), **asdict(answer)}, lambda console: console.print())
@@ -71,13 +75,18 @@ def run(
 
 
 def prompt_ids(engine: "LLMEngine", text: str, *, chat: bool) -> list[int]:
-    """The prompt's tokens, after the model's chat template if asked for. Raises CheckpointError when there is none."""
-    from cann_llm_quant.tokenizer import chat_text, encode
+    """The prompt's tokens, after the model's chat template if asked for; BOS by the tokenizer's own rule, never twice.
+
+    Raises CheckpointError when there is no template.
+    """
+    from cann_llm_quant.tokenizer import adds_bos, chat_text, encode
 
     if not chat:
         return engine.prompt_ids(text)
-    rendered = chat_text(engine.tokenizer, [{"role": "user", "content": text}], generation_prompt=True)
-    return encode(engine.tokenizer, rendered, bos=False)
+    tokenizer = engine.tokenizer
+    rendered = chat_text(tokenizer, [{"role": "user", "content": text}], generation_prompt=True)
+    brings_bos = tokenizer.bos_token is not None and rendered.lstrip().startswith(tokenizer.bos_token)
+    return encode(tokenizer, rendered, bos=adds_bos(tokenizer) and not brings_bos)
 
 
 @dataclass(frozen=True)
@@ -102,9 +111,8 @@ class Answer:
             ids.append(chunk.token_id)
             texts.append(chunk.text)
             reason = chunk.finish_reason or reason
-            if show:
-                sys.stdout.write(printable(chunk.text))
-                sys.stdout.flush()
+            if show and not wrote(printable(chunk.text)):
+                break
         ended = time.perf_counter()
         return cls("".join(texts), tuple(ids), reason, first - started, ended - first)
 
@@ -112,18 +120,42 @@ class Answer:
         """Counts, why it ended, and speed."""
         count = len(self.token_ids)
         speed = f", {(count - 1) / self.decode_seconds:.1f} tokens/s after it" if count > 1 else ""
-        why = "the model ended it" if self.finish_reason == "stop" else "the limit ended it"
+        why = {"stop": "the model ended it", "length": "the limit ended it"}.get(self.finish_reason, "nobody read on")
         first = duration(self.first_token_seconds)
         return f"[{prompt_tokens} prompt tokens, first token after {first}; {count} new tokens{speed}; {why}]"
+
+
+def wrote(text: str) -> bool:
+    """Put text on stdout at once; False when its reader has left, so that there is no more to do."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        abandon_stdout()
+        return False
+    return True
 
 
 def read_prompt(prompt: str | None) -> str:
     """The prompt, from standard input when the option was not given.
 
-    Raises UsageError when there is neither.
+    Raises UsageError when there is neither, or it is not UTF-8, whatever the locale.
     """
     if prompt is not None:
-        return prompt
+        return typed_text(prompt, "-p")
     if sys.stdin.isatty():
         raise UsageError("no prompt was given; add -p TEXT or pipe a text in")
-    return sys.stdin.read()
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="strict")
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"the prompt on standard input is not UTF-8 ({error.reason}); convert it") from error
+
+
+def typed_text(text: str, option: str) -> str:
+    """An option's text; one that the locale (a C locale) could not decode is read as UTF-8. Raises UsageError."""
+    try:
+        return os.fsencode(text).decode("utf-8") if any("\ud800" <= c <= "\udfff" for c in text) else text
+    except UnicodeError as error:
+        raise UsageError(f"the text of {option} is not UTF-8; convert it, or use a UTF-8 locale") from error

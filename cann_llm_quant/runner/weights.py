@@ -1,24 +1,24 @@
-"""A model for running: linears that are stored packed stay packed, everything else is loaded in the compute dtype.."""
+"""A model for running: linears that are stored packed stay packed, everything else is loaded in the compute dtype."""
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from cann_llm_quant.checkpoint import Checkpoint, open_checkpoint
+from cann_llm_quant.checkpoint import Checkpoint
 from cann_llm_quant.checkpoint.companion_tokenizer import tokenizer_of
 from cann_llm_quant.errors import CheckpointError
-from cann_llm_quant.export.native_reader import NativeCheckpoint, is_native, open_native
+from cann_llm_quant.export.native_reader import NativeCheckpoint
 from cann_llm_quant.models import arch_from_checkpoint
 from cann_llm_quant.models.arch import Arch, LinearSpec
 from cann_llm_quant.models.decoder import DecoderLayer, DecoderModel, DenseLinear, LinearOp
 from cann_llm_quant.models.weights import load_model
 from cann_llm_quant.runner.linear import packed_linear
+from cann_llm_quant.runner.source import open_source
 from cann_llm_quant.runner.stop import end_ids
 from cann_llm_quant.tokenizer import check_vocabulary
 
@@ -32,12 +32,20 @@ class LoadedModel:
     end_ids: frozenset[int]
 
 
-def load_packed(path: str, device: torch.device, dtype: torch.dtype, kernel: str = "auto") -> LoadedModel:
+def load_packed(
+    path: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    kernel: str = "auto",
+    *,
+    revision: str | None = None,
+    allow_pickle: bool = False,
+) -> LoadedModel:
     """The model at `path`: what `quantize` wrote, from packed weights, or any float checkpoint (folder, GGUF, hub id).
 
     Raises InputError's kinds when files are missing, contradict each other or are unknown.
     """
-    with _open(path) as checkpoint:
+    with open_source(path, revision=revision, allow_pickle=allow_pickle) as checkpoint:
         arch = arch_from_checkpoint(checkpoint)
         tokenizer = tokenizer_of(checkpoint)
         check_vocabulary(tokenizer, arch.vocab_size)
@@ -47,10 +55,6 @@ def load_packed(path: str, device: torch.device, dtype: torch.dtype, kernel: str
         else:
             model = load_model(checkpoint, arch, device, dtype)
     return LoadedModel(model, tokenizer, ends)
-
-
-def _open(path: str) -> Checkpoint:
-    return open_native(Path(path)) if is_native(Path(path)) else open_checkpoint(path)
 
 
 def _generation_config(checkpoint: Checkpoint) -> Mapping[str, Any]:
