@@ -1,9 +1,9 @@
 """How one next token is drawn from a row of logits, and the settings of a request.
 
-temperature 0 takes the largest logit. Otherwise p = softmax(logits / temperature), restricted to the
-`top_k` most probable tokens (0: all) and then to the smallest set of most probable ones whose mass reaches
-`top_p` (1904.09751). Draws are made in float32 on the CPU from a generator of the request's own, so that a
-seed gives the same text on every device and next to any other request.
+temperature 0, or one too small for float32, takes the largest logit. Otherwise p = softmax(logits /
+temperature), restricted to the `top_k` most probable tokens (0: all) and then to the smallest set of most
+probable ones whose mass reaches `top_p` (1904.09751). Draws are made in float32 on the CPU from a generator
+of the request's own, so that a seed gives the same text on every device and next to any other request.
 """
 
 import math
@@ -14,6 +14,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from cann_llm_quant.errors import NonFiniteResultError, UsageError
+
+FLOAT32 = torch.finfo(torch.float32)
 
 
 @dataclass(frozen=True)
@@ -67,10 +69,11 @@ def sample(logits: Float[Tensor, " vocab"], settings: GenerationSettings, genera
         raise NonFiniteResultError(
             f"the model's logits hold {float(best)} during generation; check the weights with `cann-llm-quant inspect`"
         )
-    if settings.temperature == 0:
+    if settings.temperature < FLOAT32.tiny:
         return int(row.argmax())
-    # Subtracting the largest logit first keeps tiny temperatures from overflowing.
-    probabilities, order = ((row - best) / settings.temperature).softmax(-1).sort(descending=True, stable=True)
+    # Subtracting the largest logit first keeps tiny temperatures from overflowing; -inf / inf would be NaN.
+    temperature = min(settings.temperature, FLOAT32.max)
+    probabilities, order = ((row - best) / temperature).softmax(-1).sort(descending=True, stable=True)
     if settings.top_k:
         probabilities[settings.top_k :] = 0
     if settings.top_p < 1:

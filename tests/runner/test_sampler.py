@@ -57,6 +57,8 @@ def test_greedy_takes_the_largest_whatever_the_seed() -> None:
     assert set(draws(20, seed=3)) == {1}
     assert set(draws(20, temperature=5.0, top_k=1)) == {1}
     assert set(draws(20, temperature=1e-30)) == {1}
+    assert set(draws(20, temperature=1e-300)) == {1}
+    assert set(draws(20, temperature=5e-324)) == {1}
 
 
 def test_a_seed_repeats_its_draws() -> None:
@@ -96,6 +98,13 @@ def test_masked_tokens_are_never_drawn() -> None:
     generator = make_generator(wanted)
     masked = torch.tensor([-math.inf, 0.0, -math.inf])
     assert {sample(masked, wanted, generator) for _ in range(30)} == {1}
+
+
+def test_a_temperature_past_float32_makes_all_tokens_alike() -> None:
+    wanted = GenerationSettings(temperature=1e300)
+    generator = make_generator(wanted)
+    masked = torch.tensor([-math.inf, 0.0, 5.0])
+    assert {sample(masked, wanted, generator) for _ in range(30)} == {1, 2}
 
 
 @pytest.mark.parametrize(
