@@ -3,6 +3,7 @@
 Every number in its table is measured in this run: the float model beside plain rounding (RTN) and AWQ, all at 4 bits.
 """
 
+import os
 import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from cann_llm_quant.cli.options import Debug, Json
 from cann_llm_quant.cli.perplexity import Compute, TextRules, measure
 from cann_llm_quant.cli.progress import ProgressEvent, show_progress
 from cann_llm_quant.cli.terminal import Reply, printable, size
+from cann_llm_quant.errors import UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -59,6 +61,7 @@ def demo(
 
     The model lies inside the package. The original, plain rounding and AWQ are compared; it takes a minute.
     """
+    refuse_existing(output)
     import torch
 
     torch.set_num_threads(1)  # the model is so small that threads only wait for one another
@@ -69,6 +72,13 @@ def demo(
         text = continuation(source)
     value = summary(source, trials, text)
     Reply(json).result(value, lambda console: draw(console, value, output))
+
+
+def refuse_existing(output: Path | None) -> None:
+    """Raise UsageError for a folder that the demo would write and that is there already."""
+    for path in [] if output is None else [output / method for method in METHODS]:
+        if os.path.lexists(path):
+            raise UsageError(f"{path} exists already; choose another -o or move it away")
 
 
 def try_method(method: str, source: Path, output: Path) -> Trial:
@@ -84,7 +94,7 @@ def try_method(method: str, source: Path, output: Path) -> Trial:
             if event.warning or not event.message:
                 progress(event)
 
-        report = quantize_model(str(source), output, recipe, options=RunOptions(overwrite=True), progress=steps)
+        report = quantize_model(str(source), output, recipe, options=RunOptions(), progress=steps)
     with ExitStack() as stack:
         models = [open_model(str(path)) for path in (output, source)]
         for model in models:
