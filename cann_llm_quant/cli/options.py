@@ -19,6 +19,7 @@ UNITS = {
     "gi": 2**30,
     "ti": 2**40,
 }
+LARGEST = 1 << 63  # bytes; file systems and memory count no further
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", re.IGNORECASE)
 
 MODEL_SECTION = "Model"
@@ -44,9 +45,12 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of a fa
 def parse_size(text: str) -> int:
     """Bytes from `5GB` (powers of ten), `2GiB` (powers of two) or a plain number.
 
-    Raises UsageError for anything else.
+    Raises UsageError for anything else, and for more than any machine holds.
     """
     match = SIZE.fullmatch(text.strip())
     if match is None:
         raise UsageError(f"{text!r} is not a size; write for example 500MB, 5GB or 2GiB")
-    return int(float(match[1]) * UNITS[(match[2] or "").lower()])
+    number = float(match[1]) * UNITS[(match[2] or "").lower()]
+    if number >= LARGEST:
+        raise UsageError(f"{text[:40]!r} is more than any machine holds; write for example 5GB")
+    return int(number)

@@ -58,7 +58,7 @@ Clip = Annotated[
     bool | None,
     typer.Option(
         "--clip/--no-clip",
-        help="Search for tighter ranges than min-max. [default: clip]",
+        help="Search for tighter ranges than min-max. [default: yes for awq, no for rtn]",
         rich_help_panel=SCHEME,
     ),
 ]

@@ -180,12 +180,46 @@ def test_c74_nan_is_exit_3_with_its_place(run_json: Run, model: Path, text: Path
         (["--window", "300"], "256 positions"),
         (["--bos", "sometimes"], "--bos"),
         (["--data", "no/such/text.txt"], "no/such/text.txt"),
+        (["--revision", "main"], "--revision main is for hub ids"),
+        (["--reference-revision", "main"], "--reference MODEL"),
     ],
 )
 def test_perplexity_refuses(run_json: Run, model: Path, words: list[str], said: str) -> None:
     code, failure, _ = run_json("perplexity", model, *words)
     assert code == 2
     assert said in failure["error"]
+
+
+@pytest.mark.parametrize(
+    ("threshold", "value"),
+    [
+        ("--max-increase", "x%"),
+        ("--max-kl", "nan"),
+        ("--min-top1", "1.5"),
+        ("--min-top1", "200%"),
+        ("--min-top1", "nan"),
+    ],
+)
+def test_thresholds_are_read_before_any_work(
+    run_json: Run, monkeypatch: pytest.MonkeyPatch, threshold: str, value: str
+) -> None:
+    monkeypatch.setattr("cann_llm_quant.cli.perplexity.open_model", lambda *_, **__: pytest.fail("work has begun"))
+    code, failure, _ = run_json("perplexity", "m", "--reference", "r", threshold, value)
+    assert code == 2
+    assert threshold in failure["error"]
+
+
+def test_a_quantized_folder_has_no_revision(run_json: Run, quantized: Path) -> None:
+    for command in (["perplexity"], ["run", "-p", "w5"]):
+        code, failure, _ = run_json(command[0], quantized, *command[1:], "--revision", "main")
+        assert code == 2
+        assert "--revision main is for hub ids" in failure["error"]
+
+
+def test_show_recipe_as_json_has_a_status(run_json: Run) -> None:
+    code, shown, _ = run_json("quantize", "m", "--bits", "8", "--show-recipe")
+    assert (code, shown["status"]) == (0, "ok")
+    assert shown["recipe"]["scheme"]["bits"] == 8
 
 
 def test_run_prints_text_on_stdout_and_speed_on_stderr(quantized: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -210,6 +244,15 @@ def test_export_to_float_equals_the_packed_model(run_json: Run, quantized: Path,
     packed = run_json("perplexity", quantized, "--data", text, "--window", 64)[1]
     plain = run_json("perplexity", tmp_path / "plain", "--data", text, "--window", 64)[1]
     assert plain["perplexity"] == packed["perplexity"]
+
+
+@pytest.mark.parametrize(("source", "said"), [("nosuch", "no such folder"), ("", "no folder that 'quantize' wrote")])
+def test_export_says_what_it_takes(run_json: Run, model: Path, tmp_path: Path, source: str, said: str) -> None:
+    for named in (source or model, source or model / "model.safetensors"):
+        code, failure, _ = run_json("export", named, "--to", "float", "-o", tmp_path / "x")
+        assert code == 2
+        assert said in failure["error"]
+        assert not (tmp_path / "x").exists()
 
 
 def test_export_names_the_layouts_that_exist(run_json: Run, quantized: Path, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Values and texts of the command line: sizes, durations, recipes from flags, progress."""
 
 import contextlib
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from cann_llm_quant.cli.options import parse_size
 from cann_llm_quant.cli.progress import LiveProgress, Step, show_progress
 from cann_llm_quant.cli.recipe_flags import FIELDS, resolve_recipe
-from cann_llm_quant.cli.terminal import duration, one_line, printable, size
+from cann_llm_quant.cli.terminal import duration, one_line, printable, size, strict_json
 from cann_llm_quant.errors import UsageError
 
 NOTHING: dict[str, Any] = dict.fromkeys(FIELDS)
@@ -38,6 +39,13 @@ def test_other_sizes_are_refused(text: str) -> None:
         parse_size(text)
 
 
+@pytest.mark.parametrize("text", ["9" * 400 + "TB", "9" * 400, "9223372036854775808", "99999999TiB"])
+def test_more_than_any_machine_holds_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="more than any machine holds") as caught:
+        parse_size(text)
+    assert len(str(caught.value)) < 120
+
+
 def test_numbers_for_people() -> None:
     assert [size(n) for n in (0, 999, 1000, 269_060_552, 5.5e12)] == ["0 B", "999 B", "1.0 kB", "269.1 MB", "5.50 TB"]
     assert [duration(s) for s in (0.04, 12.4, 185, 7385)] == ["0.0 s", "12 s", "3:05", "2:03:05"]
@@ -46,6 +54,11 @@ def test_numbers_for_people() -> None:
 def test_text_for_a_terminal() -> None:
     assert one_line(" a\n  b\r\nc ") == "a b c"
     assert printable("a\tb\n\x07\x9b语") == "a\tb\n\\x07\\x9b语"
+
+
+def test_strict_json_holds_only_what_json_can() -> None:
+    value = {"a": (math.nan, [math.inf, 1.5]), "p": Path("x"), "n": None, 3: True, "s": "\udce6\udca8\udca1 \ud800"}
+    assert strict_json(value) == {"a": [None, [None, 1.5]], "p": "x", "n": None, "3": True, "s": "模 �"}
 
 
 def test_flags_override_the_recipe_file_and_ignore_comes_last(tmp_path: Path) -> None:
