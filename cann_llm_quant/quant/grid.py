@@ -29,6 +29,7 @@ from torch import Tensor
 
 from cann_llm_quant.quant.scheme import Scheme
 
+SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _CHUNK_ELEMENTS = 1 << 17
 _MAX_BLOCK = 128
 
@@ -38,7 +39,8 @@ def minmax_grid(
 ) -> tuple[Float[Tensor, "rows groups"], Int8[Tensor, "rows groups"] | None]:
     """Scale (in `scale_dtype`) and zero point of every group from its extremes.
 
-    Raises UsageError when the group size does not divide the columns.
+    Raises UsageError when the group size does not divide the columns, ValueError for a `scale_dtype` that is none of
+    `SCALE_DTYPES`.
     """
     low, high = _extremes(_grouped(w, scheme))
     scale, zero_point = _grid(low, high, scheme, scale_dtype)
@@ -60,8 +62,7 @@ def search_grid(
     `importance`.
 
     First `steps` factors from 1 to `shrink_to` shrink the whole range; then, for every number in `refine`,
-    each end of the best range is moved by that fraction of itself. Raises UsageError when the group size does
-    not divide the columns.
+    each end of the best range is moved by that fraction of itself. Raises as `minmax_grid` does.
     """
     width = scheme.columns_per_scale(w.shape[1])
     weighting = _Weighting.of(width, importance, hessian)
@@ -113,14 +114,24 @@ def minmax_scale(w: Float[Tensor, "out in"], scheme: Scheme) -> Float[Tensor, "r
 
 
 def scale_fits(scale: Float[Tensor, "..."], dtype: torch.dtype) -> bool:
-    """Whether storing these scales in `dtype` changes none by more than 1 %; zeros do not count."""
+    """Whether storing these scales in `dtype` changes none by more than 1 %; zeros do not count.
+
+    NaN and infinity fit nowhere.
+    """
+    if not bool(torch.isfinite(scale).all()):
+        return False
     scale = scale[scale > 0].to(torch.float32)
     stored = _rounded(scale, dtype)
     return bool(((stored - scale).abs() <= 0.01 * scale).all())
 
 
 def choose_scale_dtype(w: Float[Tensor, "out in"], scheme: Scheme, preferred: torch.dtype) -> torch.dtype:
-    """`preferred` where it can hold this matrix's scales, else bfloat16, else float32."""
+    """`preferred` where it can hold this matrix's scales, else bfloat16, else float32.
+
+    A preference for float64 (a float64 source) gives float32, the widest type of scales.
+    """
+    if preferred == torch.float64:
+        return torch.float32
     scale = minmax_scale(w, scheme)
     return next((dtype for dtype in (preferred, torch.bfloat16) if scale_fits(scale, dtype)), torch.float32)
 
@@ -140,10 +151,15 @@ def _extremes(grouped: Tensor) -> tuple[Tensor, Tensor]:
 
 def _raw_scale(low: Tensor, high: Tensor, scheme: Scheme) -> Tensor:
     steps = (1 << scheme.bits) - 1
-    return torch.maximum(-low, high) / (steps / 2) if scheme.symmetric else (high - low) / steps
+    if scheme.symmetric:
+        return torch.maximum(-low, high) / (steps / 2)
+    # Halved ends, because the difference of two float32 can exceed float32.
+    return (high / 2 - low / 2) / (steps / 2)
 
 
 def _rounded(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    if dtype not in SCALE_DTYPES:
+        raise ValueError(f"scales cannot be stored as {dtype}; see choose_scale_dtype")
     limits = torch.finfo(dtype)
     return scale.clamp(limits.tiny, limits.max).to(dtype).to(torch.float32)
 

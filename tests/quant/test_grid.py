@@ -131,6 +131,50 @@ def test_c08_scales_that_half_cannot_hold() -> None:
     assert float(minmax_scale(torch.full((1, 16), 7.5), scheme)) == 1.0
 
 
+def test_c08_scales_that_are_not_finite_fit_nowhere() -> None:
+    for value in (math.inf, math.nan):
+        for dtype in (torch.float16, torch.bfloat16, torch.float32):
+            assert not scale_fits(torch.tensor([1.0, value]), dtype)
+
+
+@pytest.mark.parametrize("clip", ["minmax", "mse"])
+def test_c08_a_range_wider_than_float32_has_a_finite_scale(clip: str) -> None:
+    """high - low = 6e38 is infinite in float32; a fifteenth of it is 4e37."""
+    w = torch.linspace(-3, 3, 16)[None] * 1e38
+    scheme = scheme_for(4, 16, symmetric=False)
+    assert float(minmax_scale(w, scheme)) == pytest.approx(4e37, rel=1e-6)
+    assert scale_fits(minmax_scale(w, scheme), torch.bfloat16)
+    assert choose_scale_dtype(w, scheme, torch.float16) == torch.bfloat16
+    q = solve(w, scheme, torch.float32, clip=clip)  # type: ignore[arg-type]
+    assert float((q.dequantize() - w).abs().max()) <= 0.51 * 4e37
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=8, max_size=8),
+    st.sampled_from([2, 4, 8]),
+)
+def test_asymmetric_scale_is_the_rounded_quotient(values: list[float], bits: int) -> None:
+    w = torch.tensor([values])
+    low, high = min(0.0, float(w.min())), max(0.0, float(w.max()))
+    expected = (high - low) / (2**bits - 1)
+    assert float(minmax_scale(w, scheme_for(bits, 8, symmetric=False))) == pytest.approx(expected, rel=2e-7, abs=1e-44)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_a_float64_source_has_float32_scales(symmetric: bool) -> None:
+    w = normal(4, 32).double()
+    scheme = scheme_for(4, 16, symmetric)
+    dtype = choose_scale_dtype(w, scheme, torch.float64)
+    assert dtype == torch.float32
+    q = solve(w, scheme, dtype, clip="mse")
+    assert torch.equal(q.codes, solve(w.float(), scheme, dtype, clip="mse").codes)
+    assert choose_scale_dtype(w * 1e-39, scheme, torch.float64) == torch.float32
+    for grid in (minmax_grid, search_grid):
+        with pytest.raises(ValueError, match="float64"):
+            grid(w, scheme, torch.float64)
+
+
 def dense_cost(w: Tensor, q: QuantizedTensor, weight: Tensor | None, hessian: Tensor | None) -> Tensor:
     """The criterion written out in float64, row by row and group by group; `[rows, groups]`."""
     e = (q.dequantize().double() - w.double()).view(w.shape[0], q.scale.shape[1], -1)
