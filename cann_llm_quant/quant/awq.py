@@ -152,7 +152,8 @@ class _Site:
 
     def holds(self, factor: Tensor) -> bool:
         """Whether folding this factor leaves weights, producer and scales representable."""
-        limits = torch.finfo(self.storage)
+        # Folding computes in float32, so that nothing wider can be stored either.
+        limits = torch.finfo(torch.float32 if self.storage == torch.float64 else self.storage)
         if not bool(torch.isfinite(factor).all()) or not bool((factor > 0).all()):
             return False
         stored = [self.column_max() * factor]

@@ -14,6 +14,7 @@ from cann_llm_quant.quant.rtn import Clip, solve
 from cann_llm_quant.quant.scheme import scheme_for
 
 SCHEME = scheme_for(4, 16, symmetric=False)
+TINY = torch.finfo(torch.float16).tiny
 
 
 def site(rows: int = 48, width: int = 64, seed: int = 0) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
@@ -117,6 +118,59 @@ def test_c08_no_candidate_is_said() -> None:
     # Scales, too: groups whose scale fp16 cannot hold leave no candidate.
     small = search_scale([w * 1e-6 for w in ws], hessian, mean_abs, SCHEME, torch.float16)
     assert "float16" in small.reason
+
+
+def test_the_paper_rules_factor_is_activation_power_over_weight_power() -> None:
+    """Weights with large and small columns, where a^r / m^(1-r) wins: that formula, brought to sqrt(max * min) = 1."""
+    ws, _, hessian, mean_abs = site(seed=9)
+    columns = torch.randn(64, generator=torch.Generator().manual_seed(109)).exp()
+    ws = [w * columns for w in ws]
+    result = search_scale(ws, hessian, mean_abs, SCHEME, torch.bfloat16, clip="minmax", steps=2)
+    assert (result.rule, result.ratio) == ("activation/weight", 0.5)
+    largest = torch.cat(ws).abs().amax(0).double()
+    expected = mean_abs.double().sqrt() / largest.sqrt()
+    expected /= (expected.max() * expected.min()).sqrt()
+    torch.testing.assert_close(result.factor.double(), expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("scale_dtype", [torch.bfloat16, torch.float32])
+def test_c08_no_weight_column_sinks_below_the_storage_range(scale_dtype: torch.dtype) -> None:
+    """Columns just above fp16's smallest normal number: a factor well below 1 would make them subnormal."""
+    ws, _, hessian, mean_abs = site()
+    low = [w * (1.5 * TINY / w.abs().amax(0)) for w in ws]
+
+    def largest(factor: Tensor) -> Tensor:
+        return torch.cat(low).mul(factor).abs().amax(0)
+
+    wide = search_scale(low, hessian, mean_abs, SCHEME, scale_dtype, storage=torch.bfloat16)
+    assert bool((largest(wide.factor) < TINY).any())
+    narrow = search_scale(low, hessian, mean_abs, SCHEME, scale_dtype, storage=torch.float16)
+    assert bool((largest(narrow.factor) >= TINY).all())
+
+
+def test_c08_no_producer_row_sinks_below_the_storage_range() -> None:
+    ws, _, hessian, mean_abs = site()
+    producer = torch.full((64,), 1.5 * TINY)
+    wide = search_scale(ws, hessian, mean_abs, SCHEME, torch.bfloat16, producer_max=producer)
+    assert bool((producer / wide.factor < TINY).any())
+    narrow = search_scale(ws, hessian, mean_abs, SCHEME, torch.bfloat16, storage=torch.float16, producer_max=producer)
+    assert bool((producer / narrow.factor >= TINY).all())
+    # What is below the range before already does not count: it cannot be lost.
+    below = search_scale(
+        ws, hessian, mean_abs, SCHEME, torch.bfloat16, storage=torch.float16, producer_max=producer * 0.1
+    )
+    assert below.rule != "identity"
+
+
+@pytest.mark.parametrize("storage", [torch.float32, torch.float64])
+def test_c08_a_float64_source_is_bounded_by_float32(storage: torch.dtype) -> None:
+    """Folding divides float32 rows: what would make one infinite is rejected though float64 could store it."""
+    ws, _, hessian, mean_abs = site()
+    free = search_scale(ws, hessian, mean_abs, SCHEME, torch.float32, storage=storage)
+    assert float(free.factor.min()) < 0.9
+    producer = torch.full((64,), 3.4e38)
+    bound = search_scale(ws, hessian, mean_abs, SCHEME, torch.float32, storage=storage, producer_max=producer)
+    assert bool(torch.isfinite(producer / bound.factor).all())
 
 
 def test_schemes_may_differ_between_the_linears_of_a_site() -> None:
