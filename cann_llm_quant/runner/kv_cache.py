@@ -76,13 +76,3 @@ class KVCache:
     def advance(self, tokens: int) -> None:
         """Count in the tokens that every layer has stored since the last call."""
         self.length += tokens
-
-    def truncate(self, length: int) -> None:
-        """Forget all tokens but the first `length`."""
-        if not 0 <= length <= self.length:
-            raise ValueError(f"cannot truncate {self.length} tokens to {length}")
-        self.length = length
-
-    def reset(self) -> None:
-        """Forget all tokens; the buffers stay."""
-        self.length = 0

@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cann_llm_quant.errors import UsageError
-from cann_llm_quant.models.attention import CausalAttend
 from cann_llm_quant.runner import kv_cache
 from cann_llm_quant.runner.kv_cache import KVCache
 
@@ -60,24 +59,6 @@ def test_any_chunking_equals_literal_attention(pieces, window, batch, capacity) 
     for layer, (q, k, v) in enumerate(layers):
         expected = literal_attention(q, k, v, 0.3, window)
         assert (torch.cat(mixed[layer], dim=2).double() - expected).abs().max() < 1e-5
-
-
-def test_truncate_and_reset_forget() -> None:
-    q, k, v = random_qkv(1, 10, 0)
-    cache = new_cache(1, 10)
-    for layer in range(LAYERS):
-        cache(layer, q, k, v, scale=1.0, window=None)
-    cache.advance(10)
-    expected = CausalAttend()(0, q, k, v, scale=1.0, window=None)
-    cache.truncate(6)
-    tail = slice(6, 10)
-    again = cache(0, q[:, :, tail], k[:, :, tail], v[:, :, tail], scale=1.0, window=None)
-    torch.testing.assert_close(again, expected[:, :, tail])
-    cache.reset()
-    assert cache.length == 0
-    torch.testing.assert_close(cache(0, q, k, v, scale=1.0, window=None), expected)
-    with pytest.raises(ValueError, match="truncate"):
-        cache.truncate(1)
 
 
 def test_buffers_grow_with_the_text_not_with_the_limit() -> None:
