@@ -15,7 +15,7 @@ from cann_llm_quant.runner.source import open_source
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_c15_a_hub_id_may_be_packed_or_float(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packed: bool) -> None:
+def test_a_hub_id_may_be_packed_or_float(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packed: bool) -> None:
     plain = save_tiny(tmp_path / "plain")
     folder = save_native(plain, tmp_path / "packed", Scheme("int4", True, "group", 32)) if packed else plain
     asked = []
