@@ -19,7 +19,7 @@ from torch import Tensor
 from cann_llm_quant.calibrate.statistics import SiteStatistics, StatisticsCollector
 from cann_llm_quant.calibrate.stream import HiddenStates, run_layer
 from cann_llm_quant.checkpoint import open_checkpoint
-from cann_llm_quant.checkpoint.writer import CheckpointWriter
+from cann_llm_quant.checkpoint.writer import CheckpointWriter, check_output
 from cann_llm_quant.errors import NumericError
 from cann_llm_quant.export import native
 from cann_llm_quant.models.arch import Layer
@@ -52,6 +52,8 @@ def quantize_model(
             warnings.append(event.message)
         progress(event)
 
+    named = Path(model)
+    check_output(output, overwrite=options.overwrite, sources=[named] if named.exists() else [])
     with open_checkpoint(
         model,
         revision=options.revision,
@@ -64,6 +66,7 @@ def quantize_model(
             run=job.run_identity(),
             max_shard_bytes=options.max_shard_bytes,
             overwrite=options.overwrite,
+            sources=[source.path],
         ) as writer:
             resumed = sum(unit.startswith("layer.") for unit in writer.completed)
             with torch.inference_mode():
