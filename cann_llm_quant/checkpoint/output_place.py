@@ -94,7 +94,7 @@ def _check_source(out: Path, source: Path) -> None:
         read += [path for path in real.iterdir() if path.is_symlink()]
     for place in (out, partial_path(out), done_path(out)):
         if any(_lies_in(path, place) for path in read):
-            raise UsageError(f"the source {source} lies in {place}, which would be replaced: choose another -o")
+            raise UsageError(f"{place} is or holds the source {source}, which would be replaced: choose another -o")
     if _lies_in(out, real):
         raise UsageError(f"{out} lies inside the source {source}: choose an -o outside of it")
 

@@ -74,25 +74,25 @@ def test_overwrite_never_replaces_a_file(tmp_path: Path) -> None:
 def test_a_source_is_never_replaced(tmp_path: Path) -> None:
     """Even where the folder is one of ours: OUT is, holds or lies in the source, directly or over links."""
     packed = fill(tmp_path / "packed", MARKER, "model.safetensors", "inner/config.json")
-    refused(packed, "source .*packed lies in", sources=[packed])
-    refused(packed, "source .*inner lies in", sources=[packed / "inner"])
-    refused(packed, "source .*model.safetensors lies in", sources=[packed / "model.safetensors"])
+    refused(packed, "holds the source .*packed,", sources=[packed])
+    refused(packed, "holds the source .*inner,", sources=[packed / "inner"])
+    refused(packed, "holds the source .*model.safetensors,", sources=[packed / "model.safetensors"])
     refused(packed / "inner" / "q", "lies inside the source", sources=[packed])
     link = tmp_path / "link"
     link.symlink_to(packed, target_is_directory=True)
-    refused(packed, "source .*link lies in", sources=[link])
+    refused(packed, "holds the source .*link,", sources=[link])
     refused(link / "q", "lies inside the source", sources=[packed])
     cache = tmp_path / "snapshot"
     cache.mkdir()
     (cache / "model.safetensors").symlink_to(packed / "model.safetensors")
-    refused(packed, "source .*snapshot lies in", sources=[cache])
+    refused(packed, "holds the source .*snapshot,", sources=[cache])
     check_output(packed, overwrite=True, sources=[tmp_path / "packed-2", Path("hub/id")])
 
 
 def test_a_source_in_the_working_folder_is_never_cleared(tmp_path: Path) -> None:
     write(tmp_path / "out")
     source = fill(tmp_path / "out.partial", "config.json")
-    refused(tmp_path / "out", r"lies in .*out\.partial", sources=[source])
+    refused(tmp_path / "out", r"out\.partial is or holds the source", sources=[source])
 
 
 def test_root_links_and_mount_points_are_refused(tmp_path: Path) -> None:
