@@ -13,7 +13,7 @@ from cann_llm_quant.calibrate.stream import run_layer
 from cann_llm_quant.export import native
 from cann_llm_quant.models.arch import Arch, Layer
 from cann_llm_quant.models.weights import build_layer
-from cann_llm_quant.pipeline.linear import rounding_error, solve_linear
+from cann_llm_quant.pipeline.linear import SolvedLinear, rounding_error, solve_linear
 from cann_llm_quant.pipeline.smoothing import Smoothed, smooth_layer
 from cann_llm_quant.quant.awq import AwqResult
 from cann_llm_quant.quant.scheme import Scheme
@@ -77,19 +77,22 @@ def quantize_layer(
         )
         running[name] = solved.weight.dequantize()
         stored |= native.encode(module, solved.weight)
-        tokens = None if site is None else site.tokens
-        linears[module] = {
-            "rtn_error": rtn_errors[module],
-            "error": solved.error,
-            "tokens": tokens,
-            "scale_dtype": str(solved.weight.scale.dtype).removeprefix("torch."),
-        }
+        linears[module] = _entry(solved, rtn_errors[module], site)
     for name, tensor in smoothed.tensors.items():
         stored[name] = tensor.to(storage[name])
         running[name] = stored[name].to(torch.float32)
     smoothing = {site: _describe(result) for site, result in smoothed.searched.items()}
     record = {"kept": len(smoothed.tensors), "linears": linears, "smoothing": smoothing}
     return LayerResult(stored, running, record, warnings)
+
+
+def _entry(solved: SolvedLinear, rtn_error: float | None, site: SiteStatistics | None) -> dict[str, Any]:
+    return {
+        "rtn_error": rtn_error,
+        "error": solved.error,
+        "tokens": None if site is None else site.tokens,
+        "scale_dtype": str(solved.weight.scale.dtype).removeprefix("torch."),
+    }
 
 
 def _describe(result: AwqResult) -> dict[str, Any]:

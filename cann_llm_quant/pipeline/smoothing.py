@@ -104,7 +104,10 @@ def _producer_max(arch: Arch, layer: Layer, site: Site, tensors: Mapping[str, Te
     assert producer is not None
     if producer.kind == "norm":
         return (arch.norm_offset + tensors[_parameter(layer, producer.role)]).abs()
-    rows = tensors[f"{layer.linear(producer.role).module}.weight"].abs().amax(1)
+    module = layer.linear(producer.role).module
+    rows = tensors[f"{module}.weight"].abs().amax(1)
+    if f"{module}.bias" in tensors:
+        rows = torch.maximum(rows, tensors[f"{module}.bias"].abs())
     tie = _shared_rows(arch, site)
     return rows if tie is None else rows[tie.to(rows.device)]
 
