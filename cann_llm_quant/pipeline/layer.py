@@ -88,11 +88,16 @@ def quantize_layer(
 
 def _entry(solved: SolvedLinear, rtn_error: float | None, site: SiteStatistics | None) -> dict[str, Any]:
     return {
-        "rtn_error": rtn_error,
-        "error": solved.error,
+        "rtn_error": _nine_digits(rtn_error),
+        "error": _nine_digits(solved.error),
         "tokens": None if site is None else site.tokens,
         "scale_dtype": str(solved.weight.scale.dtype).removeprefix("torch."),
     }
+
+
+def _nine_digits(value: float | None) -> float | None:
+    """Digits behind these depend on how a sum was split over threads, and the record goes into the output."""
+    return None if value is None else float(f"{value:.9g}")
 
 
 def _describe(result: AwqResult) -> dict[str, Any]:
