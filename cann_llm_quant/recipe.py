@@ -17,7 +17,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from cann_llm_quant.errors import UsageError
 
-METHODS = ("rtn", "awq")
 FORMATS = ("native",)
 
 

@@ -38,6 +38,8 @@ AllowPickle = Annotated[
         rich_help_panel=MODEL_SECTION,
     ),
 ]
+Device = Annotated[str, typer.Option("--device", metavar="DEVICE", help="cpu, cuda or npu, also cuda:1.")]
+Dtype = Annotated[str, typer.Option("--dtype", metavar="DTYPE", help="fp32, bf16 or fp16.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout; progress stays on stderr.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of a failure.")]
 

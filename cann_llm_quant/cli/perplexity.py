@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from cann_llm_quant.cli.models import OpenModel, open_model
-from cann_llm_quant.cli.options import AllowPickle, Debug, Json, Model, Revision, parse_size
+from cann_llm_quant.cli.options import AllowPickle, Debug, Device, Dtype, Json, Model, Revision, parse_size
 from cann_llm_quant.cli.progress import Step, show_progress
 from cann_llm_quant.cli.terminal import Reply, print_facts
 from cann_llm_quant.errors import UsageError
@@ -91,8 +91,8 @@ def perplexity(
         str,
         typer.Option("--activation-budget", metavar="SIZE", help="Activations kept in memory before they go to disk."),
     ] = "2GiB",
-    device: Annotated[str, typer.Option("--device", metavar="DEVICE", help="cpu, cuda or npu, also cuda:1.")] = "cpu",
-    dtype: Annotated[str, typer.Option("--dtype", metavar="DTYPE", help="fp32, bf16 or fp16.")] = "fp32",
+    device: Device = "cpu",
+    dtype: Dtype = "fp32",
     revision: Revision = None,
     allow_pickle: AllowPickle = False,
     json: Json = False,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from cann_llm_quant.cli.options import AllowPickle, Debug, Json, Model, Revision
+from cann_llm_quant.cli.options import AllowPickle, Debug, Device, Dtype, Json, Model, Revision
 from cann_llm_quant.cli.terminal import Reply, abandon_stdout, duration, printable
 from cann_llm_quant.errors import UsageError
 
@@ -48,8 +48,8 @@ def run(
         Literal["auto", "reference"],
         typer.Option("--kernel", help="auto: torch's int4/int8 operators where they fit; reference: dequantize."),
     ] = "auto",
-    device: Annotated[str, typer.Option("--device", metavar="DEVICE", help="cpu, cuda or npu, also cuda:1.")] = "cpu",
-    dtype: Annotated[str, typer.Option("--dtype", metavar="DTYPE", help="fp32, bf16 or fp16.")] = "fp32",
+    device: Device = "cpu",
+    dtype: Dtype = "fp32",
     revision: Revision = None,
     allow_pickle: AllowPickle = False,
     json: Json = False,
