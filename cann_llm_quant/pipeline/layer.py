@@ -15,7 +15,6 @@ from cann_llm_quant.models.arch import Arch, Layer
 from cann_llm_quant.models.weights import build_layer
 from cann_llm_quant.pipeline.linear import SolvedLinear, rounding_error, solve_linear
 from cann_llm_quant.pipeline.smoothing import Smoothed, smooth_layer
-from cann_llm_quant.quant.awq import AwqResult
 from cann_llm_quant.quant.scheme import Scheme
 from cann_llm_quant.recipe import Recipe
 
@@ -32,7 +31,6 @@ class LayerResult:
     stored: dict[str, Tensor]
     running: dict[str, Tensor]
     record: dict[str, Any]
-    warnings: tuple[str, ...]
 
 
 def quantize_layer(
@@ -81,9 +79,9 @@ def quantize_layer(
     for name, tensor in smoothed.tensors.items():
         stored[name] = tensor.to(storage[name])
         running[name] = stored[name].to(torch.float32)
-    smoothing = {site: _describe(result) for site, result in smoothed.searched.items()}
-    record = {"kept": len(smoothed.tensors), "linears": linears, "smoothing": smoothing}
-    return LayerResult(stored, running, record, warnings)
+    warnings += _unsmoothed(layer, smoothed) + (() if probe is None else _unseen(layer, linears))
+    record = {"kept": len(smoothed.tensors), "linears": linears, "warnings": list(warnings)}
+    return LayerResult(stored, running, record)
 
 
 def _entry(solved: SolvedLinear, rtn_error: float | None, site: SiteStatistics | None) -> dict[str, Any]:
@@ -100,8 +98,20 @@ def _nine_digits(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.9g}")
 
 
-def _describe(result: AwqResult) -> dict[str, Any]:
-    return {key: value for key, value in vars(result).items() if key != "factor"}
+def _unsmoothed(layer: Layer, smoothed: Smoothed) -> tuple[str, ...]:
+    """Sites that got no factor for want of a candidate (C03, C08), each with the reason."""
+    found = smoothed.searched.items()
+    return tuple(f"layer {layer.index}, {site}: not scaled, {result.reason}" for site, result in found if result.reason)
+
+
+def _unseen(layer: Layer, linears: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
+    """Experts that nothing was routed to are rounded without statistics; that is a result, so it is said."""
+    roles = {spec.module: spec.role for spec in layer.linears}
+    unseen = {roles[module].split(".")[1] for module, entry in linears.items() if entry["tokens"] is None}
+    if layer.moe is None or not unseen:
+        return ()
+    count = f"{len(unseen)} of {layer.moe.num_experts} experts"
+    return (f"layer {layer.index}: {count} saw no calibration token; they are rounded without statistics",)
 
 
 def _smooth_checked(

@@ -71,6 +71,8 @@ def prepare(
     assignment = assign(
         arch, recipe, allow_empty_pattern=options.allow_empty_pattern, tensor_parallel=options.tensor_parallel
     )
+    for pattern, hits in assignment.pattern_hits.items():
+        tell(Event("prepare", message=f"pattern {pattern!r} matches {hits} linears"))
     for warning in assignment.warnings:
         tell(Event("prepare", message=warning, warning=True))
     ids, corpus = None, None

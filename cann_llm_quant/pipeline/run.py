@@ -23,6 +23,7 @@ from cann_llm_quant.checkpoint.writer import CheckpointWriter, check_output
 from cann_llm_quant.errors import NumericError
 from cann_llm_quant.export import native
 from cann_llm_quant.models.arch import Layer
+from cann_llm_quant.models.decoder import DecoderLayer
 from cann_llm_quant.models.weights import build_layer, load_layer
 from cann_llm_quant.pipeline.closing import output_files, summarize
 from cann_llm_quant.pipeline.layer import LayerResult, quantize_layer
@@ -69,6 +70,7 @@ def quantize_model(
             sources=[source.path],
         ) as writer:
             resumed = sum(unit.startswith("layer.") for unit in writer.completed)
+            warnings += [text for record in writer.completed.values() for text in record.get("warnings", [])]
             with torch.inference_mode():
                 _write_outer(job, writer, EMBEDDING, [job.arch.embedding_name])
                 _quantize_layers(job, writer, resumed, tell)
@@ -121,10 +123,8 @@ def _quantize_layer(job: Job, writer: CheckpointWriter, layer: Layer, states: Hi
         probe = next(states.windows())
     tell(Event("solve", done + windows, total, name))
     result = _solve(job, layer, statistics, probe)
-    if states is not None:
-        _tell_unseen(layer, result.record, name, tell)
     statistics.clear()
-    for warning in result.warnings:
+    for warning in result.record["warnings"]:
         tell(Event("solve", done + windows, total, name, message=warning, warning=True))
     error = _mean_error(result.record)
     if states is not None and layer.index + 1 < count:
@@ -134,15 +134,6 @@ def _quantize_layer(job: Job, writer: CheckpointWriter, layer: Layer, states: Hi
     if states is not None:
         states.forget_before(layer.index + 1)
     tell(Event("solve", done + passes, total, name, error))
-
-
-def _tell_unseen(layer: Layer, record: dict[str, Any], name: str, tell: Tell) -> None:
-    """Experts that nothing was routed to are rounded without statistics; that is a result, so it is said."""
-    roles = {spec.module: spec.role for spec in layer.linears}
-    unseen = {roles[module].split(".")[1] for module, entry in record["linears"].items() if entry["tokens"] is None}
-    if unseen and layer.moe is not None:
-        message = f"layer {layer.index}: {len(unseen)} of {layer.moe.num_experts} experts saw no calibration token"
-        tell(Event("solve", layer=name, message=f"{message}; they are rounded without statistics", warning=True))
 
 
 def _tell_pass(
@@ -217,7 +208,7 @@ def _require_finite(name: str, tensor: Tensor) -> None:
         )
 
 
-def _build(job: Job, layer: Layer, tensors: dict[str, Tensor]) -> Any:
+def _build(job: Job, layer: Layer, tensors: dict[str, Tensor]) -> DecoderLayer:
     """The layer as it runs: in the compute dtype, on the device."""
     return build_layer(job.arch, layer.index, {n: t.to(job.device, job.dtype) for n, t in tensors.items()})
 
