@@ -72,7 +72,7 @@ def prepare(
         arch, recipe, allow_empty_pattern=options.allow_empty_pattern, tensor_parallel=options.tensor_parallel
     )
     for pattern, hits in assignment.pattern_hits.items():
-        tell(Event("prepare", message=f"pattern {pattern!r} matches {hits} linears"))
+        tell(Event("prepare", message=f"pattern {pattern} matches {hits} linear{'' if hits == 1 else 's'}"))
     for warning in assignment.warnings:
         tell(Event("prepare", message=warning, warning=True))
     ids, corpus = None, None
