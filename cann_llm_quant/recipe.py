@@ -32,15 +32,32 @@ def _listed(value: Any) -> Any:
 Patterns = Annotated[tuple[str, ...], BeforeValidator(_listed), Field(min_length=1)]
 
 
-class WeightScheme(_Document):
-    """Weight format asked for.
+class ActivationFormat(_Document):
+    """How the inputs of linears are quantized.
 
-    `group_size` -1 is one group per row, `auto` is 128 or the largest that fits each linear.
+    `dynamic` takes ranges per token as they come; static ranges are one a tensor, estimated over the calibration set
+    by `range`.
     """
 
-    bits: Literal[4, 8] = 4
-    group_size: int | Literal["auto"] = "auto"
+    type: Literal["int4", "int8", "fp8", "mxfp8", "mxfp4", "nvfp4"] = "int8"
+    dynamic: bool = True
     symmetric: bool = True
+    range: Literal["minmax", "percentile", "mse", "entropy"] = "minmax"
+    percentile: float = Field(default=99.9, gt=50, le=100)
+
+
+class WeightScheme(_Document):
+    """Weight format asked for, and the format of the inputs of the same linears (`activations`, null: float).
+
+    `group_size` -1 is one group per row, `auto` is 128 or the largest that fits each linear, `tensor` is one scale for
+    the matrix and `block` one for every tile of 128 x 128.
+    """
+
+    type: Literal["int", "fp8", "mxfp8", "mxfp4", "nvfp4"] = "int"
+    bits: Literal[2, 3, 4, 8] = 4
+    group_size: int | Literal["auto", "tensor", "block"] = "auto"
+    symmetric: bool = True
+    activations: ActivationFormat | None = None
 
     @field_validator("group_size", mode="before")
     @classmethod

@@ -18,6 +18,8 @@ from cann_llm_quant.errors import UsageError
 
 IntType = Literal["int2", "int3", "int4", "int8"]
 Strategy = Literal["tensor", "channel", "group"]
+ActivationType = Literal["int4", "int8", "fp8_e4m3", "fp4_e2m1"]
+ActivationStrategy = Literal["token", "tensor", "group"]
 
 INT_BITS: dict[str, int] = {"int2": 2, "int3": 3, "int4": 4, "int8": 8}
 
@@ -73,6 +75,28 @@ class Scheme:
         scales = 1 if self.strategy == "tensor" else out_features * (in_features // self.columns_per_scale(in_features))
         overhead = scales * (scale_bits + (0 if self.symmetric else self.bits))
         return self.bits + overhead / (out_features * in_features)
+
+
+@dataclass(frozen=True)
+class ActivationScheme:
+    """How a linear's input is quantized before the product; weights of the same linear have a `Scheme`.
+
+    `dynamic` ranges are taken from each input as it comes, static ones are measured by calibration and stored as one
+    `input_scale` (and `input_zero_point`) a tensor. `token` is one range a row, `tensor` one for all, `group` one for
+    every `group_size` columns of a row. Raises UsageError when these contradict each other.
+    """
+
+    dtype: ActivationType = "int8"
+    symmetric: bool = True
+    dynamic: bool = True
+    strategy: ActivationStrategy = "token"
+    group_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.dynamic and self.strategy != "tensor":
+            raise UsageError(f"static activation ranges are one a tensor, not one a {self.strategy}")
+        if (self.strategy == "group") != (self.group_size is not None):
+            raise UsageError(f"activation strategy {self.strategy!r} and group size {self.group_size} do not fit")
 
 
 @dataclass(frozen=True)
