@@ -20,8 +20,9 @@ from torch import Tensor
 
 from cann_llm_quant.checkpoint.base import Checkpoint
 from cann_llm_quant.errors import CheckpointError
+from cann_llm_quant.quant.number_formats import INT_BITS
 from cann_llm_quant.quant.pack import pack_int32, unpack_int32
-from cann_llm_quant.quant.scheme import INT_BITS, QuantizedTensor, Scheme
+from cann_llm_quant.quant.scheme import QuantizedTensor, Scheme
 
 FORMAT_VERSION = "0.20.1"
 _EXPERT = ".experts."

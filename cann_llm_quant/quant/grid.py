@@ -1,50 +1,44 @@
 """Grids: the scale and zero point of every group of weights, and the codes of weights on them.
 
-    symmetric    scale = amax / ((2^b - 1) / 2), so that the range is [-8, 7.5] steps for int4 and +-amax is
-    half a
-                 step away from the outermost codes
-    asymmetric   the group's range, widened to hold 0: scale = (hi - lo) / (2^b - 1),
-                 zero_point = clamp(round(qmin - lo / scale)), so that 0 is exact
-
-A scale is rounded to its storage dtype first; zero point and codes are then chosen against the rounded scale,
-so that storing loses nothing more. Scales never fall below the smallest normal number of that dtype: tests
-for `== 0` miss subnormals, whose reciprocal is infinite.
-
-`search_grid` shrinks the range and keeps what costs least, per group:
+`minmax_grid` takes each group's extremes (ranges.py has the rules), `search_grid` the range that costs least:
 
     |e|²    sum of importance * e²    e H_gg eᵀ    (e = quantized - w; H_gg the group's block of the Gram
     matrix)
 
 The last is the error of the linear's outputs as far as it arises within groups. Blocks wider than 128 columns
 are cut, which bounds the work. The min-max grid is always among the candidates.
+
+A scale is rounded to its storage first; zero point and codes are then chosen against the rounded scale, so that storing
+loses nothing more. Matrices that a runtime fuses must share what belongs to the whole matrix: a scale per tensor, the
+global scale of NVFP4. For these `shared_amax` of all of them is passed as `amax`.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
-from jaxtyping import Float, Int8
+from jaxtyping import Float, Float8e4m3fn, Int8
 from torch import Tensor
 
-from cann_llm_quant.quant.scheme import Scheme
+from cann_llm_quant.errors import NumericError
+from cann_llm_quant.quant.number_formats import nearest_, to_codes
+from cann_llm_quant.quant.range_search import Effort, Weighting, chunk_cost, matrix_cost, search, tile_cost
+from cann_llm_quant.quant.ranges import ScaleStorage, extremes, grouped, raw_scale, rounded_to
+from cann_llm_quant.quant.scheme import TILE, Scheme, in_groups, row_scales
 
-SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _CHUNK_ELEMENTS = 1 << 17
-_MAX_BLOCK = 128
 
 
 def minmax_grid(
-    w: Float[Tensor, "out in"], scheme: Scheme, scale_dtype: torch.dtype
+    w: Float[Tensor, "out in"], scheme: Scheme, scale_dtype: torch.dtype, *, amax: float | None = None
 ) -> tuple[Float[Tensor, "rows groups"], Int8[Tensor, "rows groups"] | None]:
-    """Scale (in `scale_dtype`) and zero point of every group from its extremes.
+    """Scale (in `scale_dtype`, or float32 where the scheme has a scale type of its own) and zero point of every group.
 
-    Raises UsageError when the group size does not divide the columns, ValueError for a `scale_dtype` that is none of
-    `SCALE_DTYPES`.
+    Raises UsageError when the group size does not divide the columns, ValueError for a `scale_dtype` that cannot hold
+    scales, NumericError when the extremes are not finite.
     """
-    low, high = _extremes(_grouped(w, scheme))
-    scale, zero_point = _grid(low, high, scheme, scale_dtype)
-    return _stored(scale, zero_point, scheme, scale_dtype)
+    storage = ScaleStorage.of(w, scheme, scale_dtype, amax)
+    return _stored(*storage.grid(*_finite_range(w, scheme, amax)), storage)
 
 
 def search_grid(
@@ -54,6 +48,7 @@ def search_grid(
     *,
     importance: Float[Tensor, "in"] | None = None,
     hessian: Float[Tensor, "in in"] | None = None,
+    amax: float | None = None,
     steps: int = 12,
     shrink_to: float = 0.45,
     refine: Sequence[float] = (0.1, 0.05, 0.025),
@@ -62,30 +57,57 @@ def search_grid(
     `importance`.
 
     First `steps` factors from 1 to `shrink_to` shrink the whole range; then, for every number in `refine`,
-    each end of the best range is moved by that fraction of itself. Raises as `minmax_grid` does.
+    each end of the best range is moved by that fraction of itself. A scale that other matrices share (`amax` and one
+    scale per tensor) is not searched. Raises as `minmax_grid` does.
     """
+    if scheme.strategy == "tensor" and amax is not None:
+        return minmax_grid(w, scheme, scale_dtype, amax=amax)
     width = scheme.columns_per_scale(w.shape[1])
-    weighting = _Weighting.of(width, importance, hessian)
-    effort = _Effort(torch.linspace(1.0, shrink_to, steps).tolist(), refine, scheme, scale_dtype)
+    weighting = Weighting.of(width, importance, hessian)
+    storage = ScaleStorage.of(w, scheme, scale_dtype, amax)
+    effort = Effort.of(storage, steps, shrink_to, refine)
+    low, high = _finite_range(w, scheme, None)
     if scheme.strategy == "tensor":
-        low, high = _extremes(_grouped(w, scheme))
-        scale, zero_point = _search(partial(_tensor_cost, w, weighting, scheme), low, high, effort)
-        return _stored(scale, zero_point, scheme, scale_dtype)
-    groups = _grouped(w, scheme).transpose(0, 1)
+        rows = max(1, _CHUNK_ELEMENTS // w.shape[1])
+        return _stored(*search(partial(matrix_cost, w, weighting, scheme, rows), low, high, effort), storage)
+    if scheme.strategy == "tile":
+        return _search_tiles(w, low, high, weighting, effort), None
+    return _search_groups(w, low.T, high.T, weighting, effort)
+
+
+def _search_groups(
+    w: Tensor, low: Tensor, high: Tensor, weighting: Weighting, effort: Effort
+) -> tuple[Tensor, Tensor | None]:
+    """Chunk by chunk, groups first: `low` and `high` are `[groups, out]`."""
+    scheme = effort.storage.scheme
+    width = scheme.columns_per_scale(w.shape[1])
+    groups = w.reshape(w.shape[0], -1, width).transpose(0, 1)
     scales = torch.empty(groups.shape[:2], device=w.device)
     zero_points = None if scheme.symmetric else torch.empty_like(scales)
     rows = min(w.shape[0], max(1, _CHUNK_ELEMENTS // width))
     count = max(1, _CHUNK_ELEMENTS // (width * rows))
     for g in range(0, groups.shape[0], count):
         for r in range(0, w.shape[0], rows):
-            chunk = groups[g : g + count, r : r + rows].to(torch.float32).contiguous()
-            cost = partial(_chunk_cost, chunk, weighting.groups(g, g + count), scheme, torch.empty_like(chunk))
-            scale, zero_point = _search(cost, *_extremes(chunk), effort)
-            scales[g : g + count, r : r + rows] = scale
+            part = (slice(g, g + count), slice(r, r + rows))
+            chunk = groups[part].to(torch.float32).contiguous()
+            cost = partial(chunk_cost, chunk, weighting.groups(g, g + count), scheme, torch.empty_like(chunk))
+            scale, zero_point = search(cost, low[part], high[part], effort)
+            scales[part] = scale
             if zero_points is not None and zero_point is not None:
-                zero_points[g : g + count, r : r + rows] = zero_point
+                zero_points[part] = zero_point
     zero_points = None if zero_points is None else zero_points.t().contiguous()
-    return _stored(scales.t().contiguous(), zero_points, scheme, scale_dtype)
+    return _stored(scales.t().contiguous(), zero_points, effort.storage)
+
+
+def _search_tiles(w: Tensor, low: Tensor, high: Tensor, weighting: Weighting, effort: Effort) -> Tensor:
+    """One row of tiles at a time."""
+    scales = torch.empty_like(low)
+    for i in range(low.shape[0]):
+        rows = in_groups(w[i * TILE : (i + 1) * TILE].to(torch.float32), TILE)
+        chunk = rows.transpose(0, 1).contiguous()
+        cost = partial(tile_cost, chunk, weighting, effort.storage.scheme, torch.empty_like(chunk))
+        scales[i] = search(cost, low[i, :, None], high[i, :, None], effort)[0].squeeze(1)
+    return scales.to(effort.storage.dtype)
 
 
 def quantize_codes(
@@ -93,24 +115,38 @@ def quantize_codes(
     scale: Float[Tensor, "rows groups"],
     zero_point: Int8[Tensor, "rows groups"] | None,
     scheme: Scheme,
-) -> Int8[Tensor, "out in"]:
-    """`clamp(round(w / scale + zero_point))`, half to even."""
-    codes = torch.empty(w.shape, dtype=torch.int8, device=w.device)
-    rows = max(1, _CHUNK_ELEMENTS // w.shape[1])
-    for r in range(0, w.shape[0], rows):
-        grid = slice(None) if scheme.strategy == "tensor" else slice(r, r + rows)
-        block = w[r : r + rows].to(torch.float32)
-        q = block.reshape(block.shape[0], scale.shape[1], -1) / scale[grid].to(torch.float32).unsqueeze(-1)
-        if zero_point is not None:
-            q += zero_point[grid].to(torch.float32).unsqueeze(-1)
-        codes[r : r + rows] = q.round_().clamp_(scheme.qmin, scheme.qmax).view(block.shape)
+) -> Int8[Tensor, "out in"] | Float8e4m3fn[Tensor, "out in"]:
+    """Codes of the values nearest to `w / scale + zero_point`, ties to even.
+
+    Raises NumericError for weights that are not finite: casts to small floats would hide infinity as the largest.
+    """
+    out, columns = w.shape
+    width = scheme.columns_per_scale(columns)
+    steps = row_scales(scale, scheme, out)
+    zeros = None if zero_point is None else zero_point.to(torch.float32).expand(out, -1)
+    codes = torch.empty(
+        w.shape, dtype=torch.float8_e4m3fn if scheme.dtype == "fp8_e4m3" else torch.int8, device=w.device
+    )
+    rows = max(1, _CHUNK_ELEMENTS // columns)
+    for r in range(0, out, rows):
+        part = slice(r, r + rows)
+        q = in_groups(w[part].to(torch.float32), width) / steps[part].unsqueeze(-1)
+        if zeros is not None:
+            q += zeros[part].unsqueeze(-1)
+        if not scheme.is_integer and not bool(q.isfinite().all()):
+            raise NumericError("the matrix holds NaN or infinity and cannot be quantized")
+        codes[part] = to_codes(nearest_(q, scheme.dtype).flatten(1)[:, :columns], scheme.dtype)
     return codes
+
+
+def shared_amax(weights: Iterable[Float[Tensor, "_ in"]]) -> float:
+    """The largest absolute weight of matrices that a runtime fuses into one."""
+    return max(float(w.abs().amax()) for w in weights)
 
 
 def minmax_scale(w: Float[Tensor, "out in"], scheme: Scheme) -> Float[Tensor, "rows groups"]:
     """The unrounded, unfloored float32 scale of every group's extremes: 0 for a group of zeros."""
-    low, high = _extremes(_grouped(w, scheme))
-    return _raw_scale(low, high, scheme)
+    return raw_scale(*extremes(grouped(w, scheme)), scheme)
 
 
 def scale_fits(scale: Float[Tensor, "..."], dtype: torch.dtype) -> bool:
@@ -121,177 +157,31 @@ def scale_fits(scale: Float[Tensor, "..."], dtype: torch.dtype) -> bool:
     if not bool(torch.isfinite(scale).all()):
         return False
     scale = scale[scale > 0].to(torch.float32)
-    stored = _rounded(scale, dtype)
-    return bool(((stored - scale).abs() <= 0.01 * scale).all())
+    return bool(((rounded_to(scale, dtype) - scale).abs() <= 0.01 * scale).all())
 
 
 def choose_scale_dtype(w: Float[Tensor, "out in"], scheme: Scheme, preferred: torch.dtype) -> torch.dtype:
     """`preferred` where it can hold this matrix's scales, else bfloat16, else float32.
 
-    A preference for float64 (a float64 source) gives float32, the widest type of scales.
+    A preference for float64 (a float64 source) gives float32, the widest type of scales; so do schemes with a scale
+    type of their own.
     """
-    if preferred == torch.float64:
+    if preferred == torch.float64 or scheme.scale_type != "float":
         return torch.float32
     scale = minmax_scale(w, scheme)
     return next((dtype for dtype in (preferred, torch.bfloat16) if scale_fits(scale, dtype)), torch.float32)
 
 
-def _grouped(w: Tensor, scheme: Scheme) -> Tensor:
-    """`[rows, groups, columns]`, one scale for each of the first two indices."""
-    if scheme.strategy == "tensor":
-        return w.reshape(1, 1, -1)
-    return w.reshape(w.shape[0], -1, scheme.columns_per_scale(w.shape[1]))
+def _finite_range(w: Tensor, scheme: Scheme, amax: float | None) -> tuple[Tensor, Tensor]:
+    """Ends of every group's range; `amax` is that of a scale per tensor."""
+    if scheme.strategy == "tensor" and amax is not None:
+        high = torch.full((1, 1), amax, dtype=torch.float32, device=w.device)
+        return -high, high
+    low, high = extremes(grouped(w, scheme))
+    if not bool(torch.isfinite(low).all() and torch.isfinite(high).all()):
+        raise NumericError("the matrix holds NaN or infinity and cannot be quantized")
+    return low, high
 
 
-def _extremes(grouped: Tensor) -> tuple[Tensor, Tensor]:
-    """Ends of the range, which holds 0, in float32."""
-    low, high = grouped.aminmax(dim=-1)
-    return low.to(torch.float32).clamp_(max=0), high.to(torch.float32).clamp_(min=0)
-
-
-def _raw_scale(low: Tensor, high: Tensor, scheme: Scheme) -> Tensor:
-    steps = (1 << scheme.bits) - 1
-    if scheme.symmetric:
-        return torch.maximum(-low, high) / (steps / 2)
-    # Halved ends, because the difference of two float32 can exceed float32.
-    return (high / 2 - low / 2) / (steps / 2)
-
-
-def _rounded(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    if dtype not in SCALE_DTYPES:
-        raise ValueError(f"scales cannot be stored as {dtype}; see choose_scale_dtype")
-    limits = torch.finfo(dtype)
-    return scale.clamp(limits.tiny, limits.max).to(dtype).to(torch.float32)
-
-
-def _grid(low: Tensor, high: Tensor, scheme: Scheme, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    scale = _rounded(_raw_scale(low, high, scheme), dtype)
-    return scale, None if scheme.symmetric else _zero_point(low, scale, scheme)
-
-
-def _zero_point(low: Tensor, scale: Tensor, scheme: Scheme) -> Tensor:
-    return (scheme.qmin - low / scale).round_().clamp_(scheme.qmin, scheme.qmax)
-
-
-def _stored(
-    scale: Tensor, zero_point: Tensor | None, scheme: Scheme, dtype: torch.dtype
-) -> tuple[Tensor, Tensor | None]:
-    return scale.to(dtype), None if zero_point is None else zero_point.to(torch.int8)
-
-
-Cost = Callable[[Tensor, Tensor | None], Tensor]
-"""Cost of every group on the grid (scale, zero_point), shaped like the scale."""
-
-
-@dataclass(frozen=True)
-class _Weighting:
-    """What an error costs: `squares` weighs e² per column, `blocks` holds H_gg cut to `[groups, parts, c, c]`."""
-
-    squares: Tensor | None
-    blocks: Tensor | None
-
-    @classmethod
-    def of(cls, width: int, importance: Tensor | None, hessian: Tensor | None) -> "_Weighting":
-        if hessian is not None:
-            c = max(size for size in range(1, min(width, _MAX_BLOCK) + 1) if width % size == 0)
-            count = hessian.shape[0] // c
-            diagonal = hessian.to(torch.float32).reshape(count, c, count, c).diagonal(dim1=0, dim2=2)
-            return cls(None, diagonal.permute(2, 0, 1).reshape(-1, width // c, c, c).contiguous())
-        return cls(None if importance is None else importance.to(torch.float32).reshape(-1, 1, width), None)
-
-    def groups(self, begin: int, end: int) -> "_Weighting":
-        squares = None if self.squares is None else self.squares[begin:end]
-        return _Weighting(squares, None if self.blocks is None else self.blocks[begin:end])
-
-    def cost(self, e: Tensor) -> Tensor:
-        """Cost `[groups, rows]` of the errors `[groups, rows, columns]`, which are overwritten."""
-        if self.blocks is None:
-            e.square_()
-            return (e if self.squares is None else e.mul_(self.squares)).sum(-1)
-        groups, parts, c, _ = self.blocks.shape
-        e = e.view(groups, -1, parts, c).transpose(1, 2).reshape(groups * parts, -1, c)
-        he = torch.bmm(e, self.blocks.view(-1, c, c))
-        return he.mul_(e).sum(-1).view(groups, parts, -1).sum(1)
-
-
-@dataclass(frozen=True)
-class _Effort:
-    """Which ranges are tried: common factors first, then moves of either end."""
-
-    factors: list[float]
-    refine: Sequence[float]
-    scheme: Scheme
-    dtype: torch.dtype
-
-    def moves(self, delta: float) -> list[tuple[float, float]]:
-        if self.scheme.symmetric:
-            return [(1 + delta, 1 + delta), (1 - delta, 1 - delta)]
-        return [(1 + delta, 1), (1 - delta, 1), (1, 1 + delta), (1, 1 - delta)]
-
-
-def _search(cost: Cost, low: Tensor, high: Tensor, effort: _Effort) -> tuple[Tensor, Tensor | None]:
-    """The cheapest grid of every group."""
-    best = _trial(cost, low, high, effort)
-    for factor in effort.factors:
-        best = _cheaper(best, _trial(cost, low * factor, high * factor, effort))
-    for delta in effort.refine:
-        low, high = best.low, best.high
-        for move_low, move_high in effort.moves(delta):
-            best = _cheaper(best, _trial(cost, low * move_low, high * move_high, effort))
-    return best.scale, best.zero_point
-
-
-@dataclass(frozen=True)
-class _Trial:
-    cost: Tensor
-    low: Tensor
-    high: Tensor
-    scale: Tensor
-    zero_point: Tensor | None
-
-
-def _trial(cost: Cost, low: Tensor, high: Tensor, effort: _Effort) -> _Trial:
-    scale, zero_point = _grid(low, high, effort.scheme, effort.dtype)
-    return _Trial(cost(scale, zero_point), low, high, scale, zero_point)
-
-
-def _cheaper(a: _Trial, b: _Trial) -> _Trial:
-    """Group by group the cheaper of the two; `a` where they are equal."""
-    won = b.cost < a.cost
-    zero_point = None
-    if a.zero_point is not None and b.zero_point is not None:
-        zero_point = torch.where(won, b.zero_point, a.zero_point)
-    cost, low, high, scale = (
-        torch.where(won, y, x) for x, y in ((a.cost, b.cost), (a.low, b.low), (a.high, b.high), (a.scale, b.scale))
-    )
-    return _Trial(cost, low, high, scale, zero_point)
-
-
-def _chunk_cost(
-    chunk: Tensor, weighting: _Weighting, scheme: Scheme, buffer: Tensor, scale: Tensor, zero_point: Tensor | None
-) -> Tensor:
-    """Cost of a chunk `[groups, rows, columns]` on a grid; one buffer like the chunk serves all trials."""
-    return weighting.cost(_errors(chunk, scale, zero_point, scheme, buffer))
-
-
-def _tensor_cost(w: Tensor, weighting: _Weighting, scheme: Scheme, scale: Tensor, zero_point: Tensor | None) -> Tensor:
-    """Cost of one grid for the whole matrix, summed over blocks of rows in a fixed order."""
-    total = torch.zeros(1, 1, device=w.device)
-    rows = max(1, _CHUNK_ELEMENTS // w.shape[1])
-    for r in range(0, w.shape[0], rows):
-        block = w[r : r + rows].to(torch.float32).unsqueeze(0)
-        e = _errors(block, scale, zero_point, scheme, torch.empty_like(block))
-        total += weighting.cost(e).sum()
-    return total
-
-
-def _errors(w: Tensor, scale: Tensor, zero_point: Tensor | None, scheme: Scheme, out: Tensor) -> Tensor:
-    """`quantized - w` written to `out`."""
-    s = scale.unsqueeze(-1)
-    e = torch.div(w, s, out=out)
-    if zero_point is None:
-        e.round_().clamp_(scheme.qmin, scheme.qmax)
-    else:
-        z = zero_point.unsqueeze(-1)
-        e.add_(z).round_().clamp_(scheme.qmin, scheme.qmax).sub_(z)
-    return e.mul_(s).sub_(w)
+def _stored(scale: Tensor, zero_point: Tensor | None, storage: ScaleStorage) -> tuple[Tensor, Tensor | None]:
+    return scale.to(storage.dtype), None if zero_point is None else zero_point.to(torch.int8)

@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from cann_llm_quant.quant.grid import minmax_grid, quantize_codes, search_grid
+from cann_llm_quant.quant.ranges import global_scale
 from cann_llm_quant.quant.scheme import QuantizedTensor, Scheme
 
 Clip = Literal["minmax", "mse"]
@@ -23,10 +24,16 @@ def solve(
     *,
     clip: Clip = "minmax",
     hessian: Float[Tensor, "in in"] | None = None,
+    amax: float | None = None,
 ) -> QuantizedTensor:
-    """Quantize one matrix; `hessian` is used by `mse` only. Raises UsageError when groups do not fit."""
+    """Quantize one matrix; `hessian` is used by `mse` only, `amax` by schemes with a scale of the whole matrix.
+
+    `amax` is the largest weight of the matrices that a runtime fuses with this one (`grid.shared_amax`). Raises
+    UsageError when groups do not fit, NumericError when weights are not finite.
+    """
     if clip == "minmax":
-        scale, zero_point = minmax_grid(w, scheme, scale_dtype)
+        scale, zero_point = minmax_grid(w, scheme, scale_dtype, amax=amax)
     else:
-        scale, zero_point = search_grid(w, scheme, scale_dtype, hessian=hessian)
-    return QuantizedTensor(quantize_codes(w, scale, zero_point, scheme), scale, zero_point, scheme)
+        scale, zero_point = search_grid(w, scheme, scale_dtype, hessian=hessian, amax=amax)
+    divisor = global_scale(w, scheme, amax) if scheme.scale_type == "e4m3" else None
+    return QuantizedTensor(quantize_codes(w, scale, zero_point, scheme), scale, zero_point, scheme, divisor)

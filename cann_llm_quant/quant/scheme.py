@@ -1,80 +1,131 @@
 """What a quantized tensor is: `Scheme` names the number format, `QuantizedTensor` holds one matrix in it.
 
-    w ~ (codes - zero_point) * scale
+    w ~ (value(code) - zero_point) * scale
 
-`codes` and `zero_point` are signed integers of the scheme's bits, [-2^(b-1), 2^(b-1) - 1]; a symmetric scheme
-has no zero_point. Layouts with unsigned codes (GPTQ, AWQ, MLX) add 2^(b-1) when they are written, so that
-this value converts into every layout without requantizing.
+`value(code)` is the code itself for integers, signed, [-2^(b-1), 2^(b-1) - 1], and the small float that it encodes for
+fp8_e4m3 and fp4_e2m1 (see number_formats.py). Only integers have zero points. Layouts with unsigned codes (GPTQ, AWQ,
+MLX) add 2^(b-1) when they are written, so that this value converts into every layout without requantizing.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from jaxtyping import Float, Int8
+from jaxtyping import Float, Float8e4m3fn, Int8
 from torch import Tensor
 
 from cann_llm_quant.errors import UsageError
+from cann_llm_quant.quant.number_formats import FLOAT_BITS, FLOAT_MAX, FLOAT_MAX_EXPONENT, INT_BITS, to_values
 
 IntType = Literal["int2", "int3", "int4", "int8"]
-Strategy = Literal["tensor", "channel", "group"]
+WeightType = Literal["int2", "int3", "int4", "int8", "fp8_e4m3", "fp4_e2m1"]
+Strategy = Literal["tensor", "channel", "group", "tile"]
+ScaleType = Literal["float", "e8m0", "e4m3"]
 ActivationType = Literal["int4", "int8", "fp8_e4m3", "fp4_e2m1"]
 ActivationStrategy = Literal["token", "tensor", "group"]
 
-INT_BITS: dict[str, int] = {"int2": 2, "int3": 3, "int4": 4, "int8": 8}
+TILE = 128
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """A weight number format: integer type, symmetry and which elements share a scale.
+    """A weight number format: type, symmetry, which elements share a scale, and how scales are stored.
 
-    Raises UsageError when the strategy and the group size contradict each other.
+    `tile` is one scale for 128 x 128 weights, tiles at the right and lower edge being smaller. Scales are of a
+    `float` type, powers of two (`e8m0`, the MX formats), or float8_e4m3 beside one float32 divisor for the matrix
+    (`e4m3`, NVFP4). Raises UsageError when the parts contradict each other.
     """
 
-    dtype: IntType = "int4"
+    dtype: WeightType = "int4"
     symmetric: bool = True
     strategy: Strategy = "group"
     group_size: int | None = 128
+    scale_type: ScaleType = "float"
 
     def __post_init__(self) -> None:
-        if self.dtype not in INT_BITS:
-            raise UsageError(f"unknown weight type {self.dtype!r}; choose from {', '.join(INT_BITS)}")
+        if self.dtype not in INT_BITS and self.dtype not in FLOAT_BITS:
+            raise UsageError(f"unknown weight type {self.dtype!r}; choose from {', '.join(INT_BITS | FLOAT_BITS)}")
         if self.strategy == "group" and (self.group_size is None or self.group_size <= 0):
             raise UsageError(f"group size {self.group_size} is not a positive number; use -1 for one group per row")
         if self.strategy != "group" and self.group_size is not None:
             raise UsageError(f"strategy {self.strategy!r} takes no group size, got {self.group_size}")
+        if not self.is_integer and not self.symmetric:
+            raise UsageError(f"{self.dtype} weights have no zero points; leave out the asymmetric option")
+        if self.scale_type != "float" and (self.is_integer or self.strategy != "group"):
+            raise UsageError(f"{self.scale_type} scales are for groups of small floats, not {self.dtype}")
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether codes are integers, evenly spaced."""
+        return self.dtype in INT_BITS
 
     @property
     def bits(self) -> int:
         """Bits per code."""
-        return INT_BITS[self.dtype]
+        return (INT_BITS | FLOAT_BITS)[self.dtype]
 
     @property
     def qmin(self) -> int:
-        """Smallest code, -2^(b-1)."""
+        """Smallest code of an integer type, -2^(b-1)."""
         return -(1 << (self.bits - 1))
 
     @property
     def qmax(self) -> int:
-        """Largest code, 2^(b-1) - 1."""
+        """Largest code of an integer type, 2^(b-1) - 1."""
         return (1 << (self.bits - 1)) - 1
 
+    @property
+    def reach(self) -> float:
+        """The value, in units of the scale, that a symmetric group's extreme is put on before any search.
+
+        Half the steps for integers, the largest number for floats; beside power-of-two scales the largest power of two,
+        whose exponent the MX specification subtracts from the group's.
+        """
+        if self.is_integer:
+            return ((1 << self.bits) - 1) / 2
+        return float(2 ** FLOAT_MAX_EXPONENT[self.dtype]) if self.scale_type == "e8m0" else FLOAT_MAX[self.dtype]
+
     def columns_per_scale(self, in_features: int) -> int:
-        """Columns of one row that share a scale.
+        """Columns of one row that share a scale; of a tile 128, though the last one may hold fewer.
 
         Raises UsageError when the group size does not divide `in_features`.
         """
+        if self.strategy == "tile":
+            return TILE
         if self.group_size is None:
             return in_features
         if in_features % self.group_size:
             raise UsageError(f"group size {self.group_size} does not divide {in_features} input features")
         return self.group_size
 
+    def scale_shape(self, out_features: int, in_features: int) -> tuple[int, int]:
+        """Rows and columns of the scales of a matrix of this shape."""
+        rows = {"tensor": 1, "tile": -(-out_features // TILE)}.get(self.strategy, out_features)
+        return rows, -(-in_features // self.columns_per_scale(in_features))
+
     def bits_per_weight(self, out_features: int, in_features: int, scale_bits: int = 16) -> float:
-        """Stored bits per weight, scales and zero points included, for a matrix of this shape."""
-        scales = 1 if self.strategy == "tensor" else out_features * (in_features // self.columns_per_scale(in_features))
-        overhead = scales * (scale_bits + (0 if self.symmetric else self.bits))
+        """Stored bits per weight, scales and zero points included, for a matrix of this shape.
+
+        `scale_bits` counts for scales of a `float` type, the others have 8 (and 32 for the matrix under `e4m3`).
+        """
+        rows, groups = self.scale_shape(out_features, in_features)
+        each = (scale_bits if self.scale_type == "float" else 8) + (0 if self.symmetric else self.bits)
+        overhead = rows * groups * each + (32 if self.scale_type == "e4m3" else 0)
         return self.bits + overhead / (out_features * in_features)
+
+    def label(self) -> str:
+        """A short name such as `int4-sym-g64`, `fp8_e4m3-tile`, `mxfp4`."""
+        if self.scale_type != "float":
+            kind = "nvfp" if self.scale_type == "e4m3" else "mxfp"
+            usual = 16 if kind == "nvfp" else 32
+            return f"{kind}{self.bits}" + ("" if self.group_size == usual else f"-g{self.group_size}")
+        symmetry = ("-sym" if self.symmetric else "-asym") if self.is_integer else ""
+        return f"{self.dtype}{symmetry}-" + (f"g{self.group_size}" if self.strategy == "group" else self.strategy)
+
+
+MXFP4 = Scheme("fp4_e2m1", True, "group", 32, "e8m0")
+MXFP8 = Scheme("fp8_e4m3", True, "group", 32, "e8m0")
+NVFP4 = Scheme("fp4_e2m1", True, "group", 16, "e4m3")
 
 
 @dataclass(frozen=True)
@@ -101,16 +152,18 @@ class ActivationScheme:
 
 @dataclass(frozen=True)
 class QuantizedTensor:
-    """One weight matrix in integer codes; see the module's formula.
+    """One weight matrix in codes; see the module's formula.
 
-    `scale` is `[out, groups]` (`[out, 1]` per channel, `[1, 1]` per tensor) in its storage dtype: the codes
-    were chosen against the rounded scale, so that dequantizing loses nothing more.
+    `scale` is `[out, groups]` (`[out, 1]` per channel, `[1, 1]` per tensor, one for each tile) and already rounded to
+    what is stored, so that dequantizing loses nothing more. Its dtype is the storage dtype; scales of the types `e8m0`
+    and `e4m3` are held in float32, with the float32 divisor of the latter as `global_scale`.
     """
 
-    codes: Int8[Tensor, "out in"]
+    codes: Int8[Tensor, "out in"] | Float8e4m3fn[Tensor, "out in"]
     scale: Float[Tensor, "rows groups"]
     zero_point: Int8[Tensor, "rows groups"] | None
     scheme: Scheme
+    global_scale: Float[Tensor, ""] | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -118,12 +171,27 @@ class QuantizedTensor:
         return int(self.codes.shape[0]), int(self.codes.shape[1])
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Float[Tensor, "out in"]:
-        """`(codes - zero_point) * scale`, multiplied in float32 and then rounded to `dtype`."""
+        """`(value(codes) - zero_point) * scale`, multiplied in float32 and then rounded to `dtype`."""
         out, columns = self.codes.shape
-        q = self.codes.to(torch.float32).view(out, self.scale.shape[1], -1)
+        width = self.scheme.columns_per_scale(columns)
+        values = in_groups(to_values(self.codes, self.scheme.dtype), width)
         if self.zero_point is not None:
-            q = q - self.zero_point.to(torch.float32).unsqueeze(-1)
-        return (q * self.scale.to(torch.float32).unsqueeze(-1)).view(out, columns).to(dtype)
+            values.sub_(self.zero_point.to(torch.float32).unsqueeze(-1))
+        values.mul_(row_scales(self.scale, self.scheme, out).unsqueeze(-1))
+        return values.reshape(out, -1)[:, :columns].to(dtype)
+
+
+def in_groups(w: Float[Tensor, "out in"], width: int) -> Float[Tensor, "out groups width"]:
+    """Rows cut into groups of `width` columns; a last one that is too short is filled with zeros."""
+    missing = -w.shape[1] % width
+    padded = torch.nn.functional.pad(w, (0, missing)) if missing else w
+    return padded.reshape(w.shape[0], -1, width)
+
+
+def row_scales(scale: Float[Tensor, "rows groups"], scheme: Scheme, out: int) -> Float[Tensor, "out groups"]:
+    """Scales in float32 with a row for each of the matrix's `out` rows; column c has group c // columns_per_scale."""
+    scale = scale.to(torch.float32)
+    return scale.repeat_interleave(TILE, dim=0)[:out] if scheme.strategy == "tile" else scale.expand(out, -1)
 
 
 def scheme_for(bits: int, group_size: int, symmetric: bool) -> Scheme:
