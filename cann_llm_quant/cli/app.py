@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 
 from cann_llm_quant import __version__
 from cann_llm_quant.cli.demo import demo
+from cann_llm_quant.cli.evaluate import evaluate
 from cann_llm_quant.cli.export import export
 from cann_llm_quant.cli.failure import report_failure
 from cann_llm_quant.cli.help import CONTEXT_SETTINGS, SectionedCommand
@@ -36,7 +37,7 @@ from cann_llm_quant.cli.terminal import (
 PROGRAM = "cann-llm-quant"
 COMPLETION_VARIABLE = "_CANN_LLM_QUANT_COMPLETE"
 ROOT_OPTIONS = ("--help", "-h", "--version", "--install-completion", "--show-completion")
-COMMANDS = (demo, quantize, perplexity, run, inspect, export)
+COMMANDS = (demo, quantize, perplexity, evaluate, run, inspect, export)
 EVERYWHERE = ("--debug", "--json")  # options of every command; they may stand before its name
 
 app = typer.Typer(

@@ -37,7 +37,7 @@ def mcnemar(lost: int, gained: int) -> float:
     """Two-sided exact p of this many flips one way and the other; 1 without flips."""
     flips = lost + gained
     tail = sum(math.comb(flips, k) for k in range(min(lost, gained) + 1))
-    return min(1.0, 2 * tail / 2**flips)
+    return min(1.0, 2 * tail / (1 << flips))
 
 
 def mean_stderr(values: Sequence[float]) -> tuple[float, float | None]:
@@ -72,7 +72,7 @@ def paired_perplexity(reference: Sequence[float], candidate: Sequence[float]) ->
 
 
 def perplexity(logprobs: Sequence[float]) -> float:
-    """exp of minus the mean; infinity past the range of floats."""
+    """Of log-likelihoods, exp(-mean); infinity past the range of floats."""
     try:
         return math.exp(-math.fsum(logprobs) / len(logprobs))
     except OverflowError:
