@@ -74,6 +74,33 @@ class WeightScheme(_Document):
         return value
 
 
+CANDIDATE = re.compile(r"W(?P<bits>[2348])(?:g(?P<group>\d+))?(?P<asymmetric>a)?")
+FLOAT = "float"
+
+
+def parse_candidate(name: str) -> WeightScheme | None:
+    """The scheme of a short name: `W4g64` is 4 bits in groups of 64, `W8` one scale a row, a final `a` asymmetric;
+    `float` is None.
+
+    Raises ValueError for anything else.
+    """
+    if name == FLOAT:
+        return None
+    match = CANDIDATE.fullmatch(name)
+    if match is None or match["group"] == "0":
+        raise ValueError(f"{name!r} is no scheme; write W4g64, W4g64a (asymmetric), W8 (one scale per row) or float")
+    size = -1 if match["group"] is None else int(match["group"])
+    return WeightScheme.model_validate(
+        {"bits": int(match["bits"]), "group_size": size, "symmetric": match["asymmetric"] is None}
+    )
+
+
+def spell_candidate(scheme: WeightScheme) -> str:
+    """The short name of an integer scheme with a group size in numbers."""
+    group = "" if scheme.group_size == -1 else f"g{scheme.group_size}"
+    return f"W{scheme.bits}{group}{'' if scheme.symmetric else 'a'}"
+
+
 class Rule(_Document):
     """Linears whose name matches any pattern get this scheme, or stay in float (`skip`). Later rules win."""
 

@@ -6,7 +6,9 @@ from typing import Any, Literal
 
 GIB = 1 << 30
 
-Stage = Literal["prepare", "calibrate", "solve", "propagate", "replay", "write", "done"]
+Stage = Literal[
+    "prepare", "forward", "backward", "measure", "calibrate", "solve", "propagate", "replay", "write", "done"
+]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,172 @@
+"""`sensitivity`: which linears and layers lose most under which scheme, as a table and as a file for `quantize`."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cann_llm_quant.cli.options import AllowPickle, Debug, Device, Dtype, Json, Model, Revision, parse_size
+from cann_llm_quant.cli.progress import show_progress
+from cann_llm_quant.cli.terminal import Reply, print_facts, printable
+from cann_llm_quant.errors import UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from cann_llm_quant.pipeline.sensitivity_file import Sensitivity, UnitEntry
+
+TEXT = "Text"
+MEGABYTE_BITS = 8e6
+
+
+def sensitivity(
+    model: Model,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="FILE", help="Write the measurement, for quantize --sensitivity."),
+    ] = None,
+    schemes: Annotated[
+        str | None,
+        typer.Option(
+            "--schemes",
+            metavar="LIST",
+            help="Schemes to try; the first ranks. W4g64: 4 bits in groups of 64; W4g64a: asymmetric; W8: one scale a "
+            "row. [default: W4g64,W3g64,W4g128,W4g32,W8]",
+        ),
+    ] = None,
+    top: Annotated[int, typer.Option("--top", metavar="K", min=0, help="Rows of the ranking to print.")] = 20,
+    measure: Annotated[
+        int,
+        typer.Option("--measure", metavar="N", min=0, help="Units to quantize really, one at a time, as a check."),
+    ] = 8,
+    rounding: Annotated[
+        bool, typer.Option("--rounding", help="Damage of plain rounding, not of rounding with error feedback.")
+    ] = False,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--data", metavar="SOURCE", help="As for quantize. [default: text inside the package]", rich_help_panel=TEXT
+        ),
+    ] = None,
+    samples: Annotated[int, typer.Option("--samples", metavar="N", min=1, rich_help_panel=TEXT)] = 8,
+    seq_len: Annotated[int, typer.Option("--seq-len", metavar="N", min=2, rich_help_panel=TEXT)] = 512,
+    seed: Annotated[
+        int, typer.Option("--seed", metavar="N", help="Picks windows and labels.", rich_help_panel=TEXT)
+    ] = 0,
+    activation_budget: Annotated[
+        str,
+        typer.Option("--activation-budget", metavar="SIZE", help="Activations kept in memory before they go to disk."),
+    ] = "2GiB",
+    device: Device = "cpu",
+    dtype: Dtype = "fp32",
+    revision: Revision = None,
+    allow_pickle: AllowPickle = False,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Measure how much quantizing each linear would change the model's output.
+
+    Damage is the KL divergence, in nats per token, of quantizing that linear alone. One layer is in memory at a time.
+    """
+    budget = parse_size(activation_budget)
+    if output is not None and not output.parent.is_dir():
+        raise UsageError(f"--output {output}: the folder {output.parent} does not exist")
+    from cann_llm_quant.checkpoint import open_checkpoint
+    from cann_llm_quant.pipeline.request import RunOptions
+    from cann_llm_quant.pipeline.sensitivity import DEFAULT_CANDIDATES, SensitivityRequest, measure_sensitivity
+    from cann_llm_quant.pipeline.sensitivity_file import save_sensitivity
+    from cann_llm_quant.recipe import Calibration
+
+    request = SensitivityRequest(
+        calibration=Calibration(data=tuple(data or ("default",)), samples=samples, length=seq_len, seed=seed),
+        candidates=DEFAULT_CANDIDATES if schemes is None else named_schemes(schemes),
+        solver="rounding" if rounding else "feedback",
+        measured=measure,
+    )
+    options = RunOptions(device=device, dtype=dtype, activation_budget=budget)
+    with (
+        open_checkpoint(model, revision=revision, allow_pickle=allow_pickle) as source,
+        show_progress("passes") as progress,
+    ):
+        result = measure_sensitivity(source, Path(model).name, request, options, progress)
+    if output is not None:
+        save_sensitivity(result, output)
+    Reply(json).result(result.document(), lambda console: draw(console, result, top, output))
+
+
+def named_schemes(text: str) -> tuple[str, ...]:
+    """The schemes of a list such as `W4g64,W8`, each once.
+
+    Raises UsageError for a name that is none.
+    """
+    from cann_llm_quant.recipe import parse_candidate
+
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if not names:
+        raise UsageError("--schemes names no scheme; write for example W4g64,W8")
+    for name in names:
+        try:
+            parse_candidate(name)
+        except ValueError as error:
+            raise UsageError(f"--schemes: {error}") from error
+    return names
+
+
+def draw(console: "Console", result: "Sensitivity", top: int, output: Path | None) -> None:
+    """The measurement for people: how good it is, the ranking, the layers."""
+    from rich.table import Table
+
+    console.print(f"sensitivity of {printable(result.model)}", style="bold")
+    print_facts(console, facts(result, output))
+    units = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
+    columns(units, "unit", "scheme", "bits", "est. KL", "measured", "KL", "KL per MB saved")
+    ranked = sorted(result.units, key=lambda unit: -next(iter(unit.choices.values())).damage)
+    for unit in ranked[:top]:
+        for number, row in enumerate(rows(unit)):
+            units.add_row(printable(unit.name) if number == 0 else "", *row)
+    console.print()
+    console.print(units)
+    layers = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
+    columns(layers, "layer", "KL", "cosine in/out", "relative change")
+    for layer in sorted(result.layers, key=lambda layer: -layer.damage)[: top or None]:
+        layers.add_row(str(layer.index), f"{layer.damage:.3g}", f"{layer.cosine:.4f}", f"{layer.change:.3f}")
+    console.print()
+    console.print(layers)
+
+
+def columns(table: "Table", first: str, *others: str) -> None:
+    """A left column and right ones."""
+    table.add_column(first)
+    for heading in others:
+        table.add_column(heading, justify="right", no_wrap=True)
+
+
+def rows(unit: "UnitEntry") -> Iterable[tuple[str, ...]]:
+    """A row for each scheme of one unit."""
+    for name, choice in unit.choices.items():
+        saved = (unit.float_bits - choice.bits) / MEGABYTE_BITS
+        yield (
+            name,
+            f"{choice.bits / unit.weights:.3f}",
+            f"{choice.estimate:.3g}",
+            "" if choice.measured is None else f"{choice.measured:.3g}",
+            f"{choice.damage:.3g}",
+            f"{choice.damage / saved:.3g}" if saved > 0 else "",
+        )
+
+
+def facts(result: "Sensitivity", output: Path | None) -> Iterable[tuple[str, str]]:
+    """The lines above the ranking."""
+    settings, agreement = result.settings, result.agreement
+    text = settings.calibration
+    yield "text", f"{text['samples']} windows of {text['length']} tokens, seed {settings.seed}"
+    yield "damage", f"KL in nats per token of quantizing one unit alone, with {settings.solver}"
+    if agreement.measured:
+        ranks = "" if agreement.rank_correlation is None else f"rank correlation {agreement.rank_correlation:.3f}, "
+        logs = "" if agreement.log_correlation is None else f"of logarithms {agreement.log_correlation:.3f}; "
+        factors = ", ".join(f"{kind} ×{factor:.2f}" for kind, factor in agreement.corrections.items())
+        yield "check", f"{agreement.measured} units measured: {ranks}{logs}corrected by {factors}"
+    if output is not None:
+        yield "file", str(output)
