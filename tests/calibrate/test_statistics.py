@@ -1,6 +1,8 @@
 """Statistics against float64 sums, and their independence from everything but the order of windows."""
 
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from cann_llm_quant.calibrate.statistics import StatisticsCollector
 
@@ -42,3 +44,23 @@ def test_bf16_input_is_accumulated_in_float32() -> None:
     collector.observe("o", x)
     collector.observe("o", x)
     assert collector.finish()["o"].hessian.tolist() == [[2000.0, 2000.0], [2000.0, 2000.0]]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=8), st.integers(1, 16))
+def test_the_sample_is_evenly_spaced_and_does_not_depend_on_windows(sizes: list[int], limit: int) -> None:
+    total = sum(sizes)
+    x = torch.arange(total, dtype=torch.float32)[:, None].repeat(1, 2)
+    collector = StatisticsCollector(["o"], sample_rows=limit)
+    for window in x.split(sizes):
+        collector.observe("o", window)
+    sample = collector.finish()["o"].sample
+    assert sample is not None
+    stride = next(2**power for power in range(12) if -(-total // 2**power) <= limit)
+    assert torch.equal(sample, x[::stride])
+
+
+def test_no_rows_are_kept_unless_asked_for() -> None:
+    collector = StatisticsCollector(["o"])
+    collector.observe("o", torch.ones(3, 2))
+    assert collector.finish()["o"].sample is None
