@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
 from cann_llm_quant.errors import UsageError
 
 FORMATS = ("native",)
+DEFAULT_CANDIDATES = ("W4g64", "W3g64", "W3g32", "W4g128", "W4g32", "W8")
 
 
 class _Document(BaseModel):
@@ -101,6 +102,16 @@ def spell_candidate(scheme: WeightScheme) -> str:
     return f"W{scheme.bits}{group}{'' if scheme.symmetric else 'a'}"
 
 
+def _candidates(value: tuple[str, ...]) -> tuple[str, ...]:
+    for name in value:
+        parse_candidate(name)
+    return tuple(dict.fromkeys(value))
+
+
+Candidates = Annotated[tuple[str, ...], BeforeValidator(_listed), AfterValidator(_candidates), Field(min_length=1)]
+Preset = Literal["attention-fp16-ffn-int8", "edges-int8"]
+
+
 class Rule(_Document):
     """Linears whose name matches any pattern get this scheme, or stay in float (`skip`). Later rules win."""
 
@@ -124,6 +135,11 @@ class Recipe(_Document):
     scheme: WeightScheme = WeightScheme()
     clip: bool | None = Field(default=None, description="search each group's range; null: yes for awq, no for rtn")
     rules: tuple[Rule, ...] = ()
+    preset: Preset | None = Field(default=None, description="rules for this model's layers, before the others")
+    target_bits: float | None = Field(
+        default=None, gt=0, le=16, description="stored bits per weight; sensitivity chooses among the candidates"
+    )
+    candidates: Candidates | None = Field(default=None, description="schemes to choose from, such as W4g64")
     on_misfit: Literal["error", "smaller", "skip"] = "error"
     expand_fusion_groups: bool = True
     calibration: Calibration = Calibration()

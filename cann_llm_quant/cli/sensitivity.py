@@ -33,7 +33,7 @@ def sensitivity(
             "--schemes",
             metavar="LIST",
             help="Schemes to try; the first ranks. W4g64: 4 bits in groups of 64; W4g64a: asymmetric; W8: one scale a "
-            "row. [default: W4g64,W3g64,W4g128,W4g32,W8]",
+            "row. [default: W4g64,W3g64,W3g32,W4g128,W4g32,W8]",
         ),
     ] = None,
     top: Annotated[int, typer.Option("--top", metavar="K", min=0, help="Rows of the ranking to print.")] = 20,
@@ -75,9 +75,9 @@ def sensitivity(
         raise UsageError(f"--output {output}: the folder {output.parent} does not exist")
     from cann_llm_quant.checkpoint import open_checkpoint
     from cann_llm_quant.pipeline.request import RunOptions
-    from cann_llm_quant.pipeline.sensitivity import DEFAULT_CANDIDATES, SensitivityRequest, measure_sensitivity
+    from cann_llm_quant.pipeline.sensitivity import SensitivityRequest, measure_sensitivity
     from cann_llm_quant.pipeline.sensitivity_file import save_sensitivity
-    from cann_llm_quant.recipe import Calibration
+    from cann_llm_quant.recipe import DEFAULT_CANDIDATES, Calibration
 
     request = SensitivityRequest(
         calibration=Calibration(data=tuple(data or ("default",)), samples=samples, length=seq_len, seed=seed),

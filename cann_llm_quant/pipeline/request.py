@@ -26,6 +26,7 @@ class RunOptions:
     allow_fewer_samples: bool = False
     overwrite: bool = False
     tensor_parallel: int = 1
+    sensitivity: Path | None = None
 
 
 @dataclass(frozen=True)

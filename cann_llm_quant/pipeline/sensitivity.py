@@ -34,9 +34,7 @@ from cann_llm_quant.pipeline.sensitivity_file import (
     UnitEntry,
 )
 from cann_llm_quant.pipeline.units import Choice, Unit, choices_of, units_of
-from cann_llm_quant.recipe import Calibration
-
-DEFAULT_CANDIDATES = ("W4g64", "W3g64", "W4g128", "W4g32", "W8")
+from cann_llm_quant.recipe import DEFAULT_CANDIDATES, Calibration
 
 Tell = Callable[[Event], None]
 

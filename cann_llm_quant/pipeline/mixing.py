@@ -1,0 +1,167 @@
+"""A recipe that names a preset or a bit target, turned into one whose rules say the scheme of every linear.
+
+`target_bits` is what all linears in play may store on average, scales and zero points included. Linears that the rules
+skip are not in play; those that a rule gives a scheme keep it and count. The others get the candidates that
+`quant/allocation.py` chooses by their damage, one scheme a unit. The result repeats without measuring again: it is the
+recipe that the output stores.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from cann_llm_quant.assignment import Assignment, assign
+from cann_llm_quant.checkpoint.base import Checkpoint
+from cann_llm_quant.errors import UsageError
+from cann_llm_quant.models import arch_from_checkpoint
+from cann_llm_quant.models.arch import Arch
+from cann_llm_quant.pipeline.presets import preset_rules
+from cann_llm_quant.pipeline.request import Event, RunOptions
+from cann_llm_quant.pipeline.sensitivity import SensitivityRequest, measure_sensitivity
+from cann_llm_quant.pipeline.sensitivity_file import ChoiceDamage, Sensitivity, UnitEntry, load_sensitivity
+from cann_llm_quant.quant.allocation import allocate
+from cann_llm_quant.recipe import DEFAULT_CANDIDATES, Recipe, Rule, compile_pattern, parse_candidate
+
+MEASURED_SAMPLES = 8
+
+Tell = Callable[[Event], None]
+
+
+@dataclass(frozen=True)
+class Mix:
+    """An allocation: the chosen scheme's name by unit, among the units that were free."""
+
+    units: tuple[UnitEntry, ...]
+    chosen: tuple[str, ...]
+
+    @property
+    def damage(self) -> float:
+        """Sum of the units' damage, in nats per token."""
+        return sum(unit.choices[name].damage for unit, name in zip(self.units, self.chosen, strict=True))
+
+    @property
+    def bits(self) -> int:
+        """Bits that the free units store."""
+        return sum(unit.choices[name].bits for unit, name in zip(self.units, self.chosen, strict=True))
+
+    @property
+    def weights(self) -> int:
+        """Weights of the free units."""
+        return sum(unit.weights for unit in self.units)
+
+    def rules(self) -> tuple[Rule, ...]:
+        """One rule for each scheme, with full names."""
+        modules: dict[str, list[str]] = {}
+        for unit, name in zip(self.units, self.chosen, strict=True):
+            modules.setdefault(name, []).extend(unit.modules)
+        return tuple(
+            Rule(match=tuple(names), scheme=parse_candidate(name) or "skip") for name, names in sorted(modules.items())
+        )
+
+
+def resolve_mix(source: Checkpoint, name: str, recipe: Recipe, options: RunOptions, tell: Tell) -> Recipe:
+    """The recipe with `preset`, `target_bits` and `candidates` replaced by rules; unchanged where it has none.
+
+    Sensitivity comes from `options.sensitivity` or is measured here. Raises UsageError for a target that the
+    candidates cannot reach, and for a sensitivity file of another model.
+    """
+    if recipe.preset is None and recipe.target_bits is None:
+        return recipe
+    arch, target = arch_from_checkpoint(source), recipe.target_bits
+    first = () if recipe.preset is None else preset_rules(arch, recipe.preset)
+    recipe = recipe.model_copy(update={"rules": first + recipe.rules, "preset": None, "target_bits": None})
+    if target is None:
+        return recipe
+    found = _sensitivity(source, name, recipe, options, tell)
+    assignment = assign(arch, recipe, allow_empty_pattern=options.allow_empty_pattern)
+    mix = _allocate(arch, recipe, found, assignment, target)
+    for sentence in _description(mix, found):
+        tell(Event("prepare", message=sentence))
+    return recipe.model_copy(update={"rules": mix.rules() + recipe.rules, "candidates": None})
+
+
+def _sensitivity(source: Checkpoint, name: str, recipe: Recipe, options: RunOptions, tell: Tell) -> Sensitivity:
+    if options.sensitivity is None:
+        calibration = recipe.calibration
+        few = calibration.model_copy(update={"samples": min(calibration.samples, MEASURED_SAMPLES)})
+        request = SensitivityRequest(
+            calibration=few,
+            candidates=recipe.candidates or DEFAULT_CANDIDATES,
+            solver="rounding" if recipe.method == "rtn" else "feedback",
+        )
+        return measure_sensitivity(source, name, request, options, tell)
+    found = load_sensitivity(options.sensitivity)
+    if found.fingerprint != source.fingerprint():
+        raise UsageError(
+            f"sensitivity file {options.sensitivity} was measured on another model ({found.model}); measure this one "
+            "with cann-llm-quant sensitivity"
+        )
+    return found
+
+
+def _allocate(arch: Arch, recipe: Recipe, found: Sensitivity, assignment: Assignment, target: float) -> Mix:
+    ruled = [compile_pattern(pattern) for rule in recipe.rules for pattern in rule.match]
+    sizes = {spec.module: (spec.out_features, spec.in_features) for layer in arch.layers for spec in layer.linears}
+    free: list[UnitEntry] = []
+    budget = 0.0
+    for unit in found.units:
+        if any(module in assignment.kept for module in unit.modules):
+            continue
+        budget += target * unit.weights
+        if any(matches(module) for matches in ruled for module in unit.modules):
+            for module in unit.modules:
+                out, columns = sizes[module]
+                budget -= assignment.schemes[module].bits_per_weight(out, columns) * out * columns
+        else:
+            free.append(unit)
+    options = [_offered(unit, recipe.candidates) for unit in free]
+    least = sum(min(choice.bits for choice in offered.values()) for offered in options)
+    if not free or least > budget:
+        raise UsageError(_unreachable(target, free, least, budget))
+    indices = allocate(
+        [[choice.damage for choice in offered.values()] for offered in options],
+        [[choice.bits for choice in offered.values()] for offered in options],
+        int(budget),
+    )
+    return Mix(tuple(free), tuple(list(offered)[i] for offered, i in zip(options, indices, strict=True)))
+
+
+def _offered(unit: UnitEntry, candidates: Sequence[str] | None) -> Mapping[str, ChoiceDamage]:
+    """The choices that the recipe admits; all measured ones where it names none, or none that was measured here."""
+    admitted = {name: choice for name, choice in unit.choices.items() if candidates is None or name in candidates}
+    return admitted or unit.choices
+
+
+def _unreachable(target: float, free: Sequence[UnitEntry], least: int, budget: float) -> str:
+    if not free:
+        return f"--target-bits {target:g} has nothing to choose: the rules decide every linear; drop one of the two"
+    weights = sum(unit.weights for unit in free)
+    return (
+        f"--target-bits {target:g} leaves {budget / weights:.3f} bits per weight to linears whose smallest candidates "
+        f"store {least / weights:.3f}; raise it or add smaller --candidates"
+    )
+
+
+def _description(mix: Mix, found: Sensitivity) -> list[str]:
+    """What was chosen, for the user."""
+    pairs = list(zip(mix.units, mix.chosen, strict=True))
+    weights: Counter[str] = Counter()
+    for unit, name in pairs:
+        weights[name] += unit.weights
+    shares = ", ".join(f"{name} {count / mix.weights:.1%}" for name, count in weights.most_common())
+    sentences = [f"mix of {mix.bits / mix.weights:.3f} bits per weight: {shares} of the weights"]
+    top = max(weights, key=lambda name: max(unit.choices[name].bits / unit.weights for unit, n in pairs if n == name))
+    favoured = [unit.name for unit, name in pairs if name == top]
+    sentences.append(
+        f"{top} went to {', '.join(favoured[:8])}{f' and {len(favoured) - 8} more' if favoured[8:] else ''}"
+    )
+    uniform = [n for n in found.settings.candidates if all(n in unit.choices for unit in mix.units)]
+    fitting = [
+        (sum(unit.choices[n].damage for unit in mix.units), n)
+        for n in uniform
+        if sum(unit.choices[n].bits for unit in mix.units) <= mix.bits
+    ]
+    if fitting:
+        damage, name = min(fitting)
+        sentences.append(f"summed damage {mix.damage:.4g} nats per token, where {name} for all gives {damage:.4g}")
+    return sentences
