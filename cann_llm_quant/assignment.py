@@ -10,23 +10,40 @@ from math import gcd
 
 from cann_llm_quant.errors import UsageError
 from cann_llm_quant.models.arch import Arch, LinearSpec
-from cann_llm_quant.quant.scheme import Scheme, fitting_group_sizes, largest_fitting_group, scheme_for
-from cann_llm_quant.recipe import Recipe, WeightScheme, compile_pattern
+from cann_llm_quant.quant.activations import MX_GROUP, NV_GROUP
+from cann_llm_quant.quant.scheme import (
+    TILE,
+    ActivationScheme,
+    ActivationType,
+    Scheme,
+    fitting_group_sizes,
+    largest_fitting_group,
+    scheme_for,
+)
+from cann_llm_quant.recipe import ActivationFormat, Recipe, WeightScheme, compile_pattern
 
 AUTO_GROUP = 128
+_GROUPED_TYPES: dict[str, tuple[ActivationType, int]] = {
+    "mxfp8": ("fp8_e4m3", MX_GROUP),
+    "mxfp4": ("fp4_e2m1", MX_GROUP),
+    "nvfp4": ("fp4_e2m1", NV_GROUP),
+}
 
 
 @dataclass(frozen=True)
 class Assignment:
     """Resolved schemes.
 
-    `schemes` by module name for what is quantized, `kept` with the reason for what stays in float.
+    `schemes` by module name for what is quantized, `kept` with the reason for what stays in float. `activations` has
+    the linears among `schemes` whose input is quantized too, `ranges` how those of them are measured that are stored.
     """
 
     schemes: dict[str, Scheme]
     kept: dict[str, str]
     pattern_hits: dict[str, int] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    activations: dict[str, ActivationScheme] = field(default_factory=dict)
+    ranges: dict[str, ActivationFormat] = field(default_factory=dict)
 
 
 def assign(arch: Arch, recipe: Recipe, *, allow_empty_pattern: bool = False, tensor_parallel: int = 1) -> Assignment:
@@ -53,7 +70,8 @@ def assign(arch: Arch, recipe: Recipe, *, allow_empty_pattern: bool = False, ten
         )
     warnings += _loading_warnings(schemes, kept, linears)
     warnings += _tensor_parallel_warnings(arch, schemes, tensor_parallel)
-    return Assignment(schemes, kept, hits, tuple(warnings))
+    activations, ranges = _inputs(linears, wanted, schemes)
+    return Assignment(schemes, kept, hits, tuple(warnings), activations, ranges)
 
 
 def _apply_rules(
@@ -97,12 +115,19 @@ def _expand_fusion_groups(arch: Arch, wanted: dict[str, WeightScheme | str], kep
     return warnings
 
 
-def _bits(scheme: WeightScheme | str) -> int:
-    return scheme.bits if isinstance(scheme, WeightScheme) else 16
+def _bits(scheme: WeightScheme | str) -> tuple[int, int]:
+    """Bits of weights, then of activations."""
+    if isinstance(scheme, str):
+        return 16, 16
+    wanted = scheme.activations
+    return scheme.bits, 16 if wanted is None else 4 if wanted.type.endswith("4") else 8
 
 
 def _describe(scheme: WeightScheme | str) -> str:
-    return "float" if isinstance(scheme, str) else f"int{scheme.bits}, group size {scheme.group_size}"
+    if isinstance(scheme, str):
+        return "float"
+    inputs = "" if scheme.activations is None else f", {scheme.activations.type} activations"
+    return f"int{scheme.bits}, group size {scheme.group_size}{inputs}"
 
 
 def _split_groups(arch: Arch, wanted: dict[str, WeightScheme | str]) -> list[str]:
@@ -182,6 +207,45 @@ def _group_size(spec: LinearSpec, asked: WeightScheme, recipe: Recipe, common: i
     if recipe.on_misfit == "smaller":
         return largest_fitting_group(spec.in_features, asked.group_size)
     return asked.group_size if spec.in_features % asked.group_size == 0 else None
+
+
+def _inputs(
+    linears: list[LinearSpec], wanted: Mapping[str, WeightScheme | str], schemes: Mapping[str, Scheme]
+) -> tuple[dict[str, ActivationScheme], dict[str, ActivationFormat]]:
+    """Schemes of inputs by module, and how the stored ones among them are measured.
+
+    Raises UsageError for groups that do not divide a linear's input.
+    """
+    activations: dict[str, ActivationScheme] = {}
+    ranges: dict[str, ActivationFormat] = {}
+    for spec in linears:
+        asked = wanted[spec.module]
+        if spec.module not in schemes or isinstance(asked, str) or asked.activations is None:
+            continue
+        scheme = activation_scheme(asked.activations, tiled=asked.group_size == "block")
+        if scheme.group_size is not None and spec.in_features % scheme.group_size:
+            raise UsageError(
+                f"{spec.module} has {spec.in_features} input features, {asked.activations.type} activations need a "
+                f"multiple of {scheme.group_size}; skip the linear or choose int8 or fp8 activations"
+            )
+        activations[spec.module] = scheme
+        if asked.activations.needs_range:
+            ranges[spec.module] = asked.activations
+    return activations, ranges
+
+
+def activation_scheme(wanted: ActivationFormat, *, tiled: bool = False) -> ActivationScheme:
+    """The scheme that a recipe's format means; beside `tiled` weights fp8 inputs take a range for every 128 columns."""
+    if wanted.type in _GROUPED_TYPES:
+        dtype, size = _GROUPED_TYPES[wanted.type]
+        return ActivationScheme(dtype, True, True, "group", size)
+    names: dict[str, ActivationType] = {"int4": "int4", "int8": "int8", "fp8": "fp8_e4m3"}
+    dtype = names[wanted.type]
+    if not wanted.dynamic:
+        return ActivationScheme(dtype, wanted.symmetric, False, "tensor")
+    if tiled and wanted.type == "fp8":
+        return ActivationScheme(dtype, True, True, "group", TILE)
+    return ActivationScheme(dtype, wanted.symmetric, True, "token")
 
 
 def _misfit_message(misfits: list[str]) -> str:

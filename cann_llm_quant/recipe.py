@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from cann_llm_quant.errors import UsageError
 
@@ -37,14 +46,30 @@ class ActivationFormat(_Document):
     """How the inputs of linears are quantized.
 
     `dynamic` takes ranges per token as they come; static ranges are one a tensor, estimated over the calibration set
-    by `range`.
+    by `range` (`moving` follows the windows' extremes, the others look at the whole set).
     """
 
     type: Literal["int4", "int8", "fp8", "mxfp8", "mxfp4", "nvfp4"] = "int8"
     dynamic: bool = True
     symmetric: bool = True
-    range: Literal["minmax", "percentile", "mse", "entropy"] = "minmax"
+    range: Literal["minmax", "moving", "percentile", "mse", "entropy"] = "minmax"
     percentile: float = Field(default=99.9, gt=50, le=100)
+
+    @model_validator(mode="after")
+    def _possible(self) -> "ActivationFormat":
+        integer = self.type in ("int4", "int8")
+        if not integer and not self.symmetric:
+            raise ValueError(f"{self.type} activations have no zero points; only int4 and int8 can be asymmetric")
+        if self.type in ("mxfp8", "mxfp4", "nvfp4") and not self.dynamic:
+            raise ValueError(f"{self.type} activations take each group's scale as it comes; they cannot be static")
+        if not self.dynamic and self.range == "entropy" and not (integer and self.symmetric):
+            raise ValueError("entropy ranges are of symmetric int activations; choose percentile or mse")
+        return self
+
+    @property
+    def needs_range(self) -> bool:
+        """Whether calibration must measure the inputs' values; NVFP4 stores one factor a tensor beside its groups."""
+        return not self.dynamic or self.type == "nvfp4"
 
 
 class WeightScheme(_Document):
@@ -147,8 +172,15 @@ class Recipe(_Document):
 
     @property
     def needs_calibration(self) -> bool:
-        """Whether the method reads activations at all."""
-        return self.method != "rtn"
+        """Whether text runs through the model: for the method, or for stored ranges of activations."""
+        return self.method != "rtn" or self.needs_ranges
+
+    @property
+    def needs_ranges(self) -> bool:
+        """Whether any linear's input has a range that calibration measures and the files store."""
+        schemes = [self.scheme, *(rule.scheme for rule in self.rules)]
+        formats = [scheme.activations for scheme in schemes if isinstance(scheme, WeightScheme)]
+        return any(wanted is not None and wanted.needs_range for wanted in formats)
 
     @property
     def clipping(self) -> bool:
