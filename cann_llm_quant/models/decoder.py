@@ -87,50 +87,65 @@ class DecoderLayer:
     ) -> Float[Tensor, "batch seq hidden"]:
         """The layer's output.
 
-        `observe` gets each site's input once per call, experts only the tokens routed to them. `rotation` saves
-        computing the RoPE of `positions` again in every layer.
+        `observe` gets each site's input once per call, experts only the tokens routed to them; a mixture also shows
+        what all of its experts could have been given, as `experts`. `rotation` saves computing the RoPE of `positions`
+        again in every layer.
         """
-        observe = observe or _ignore
+        observe = observe or ignore
         rotation = rotation or rotation_of(self.arch, positions, x.dtype)
-        h = x + self._attention(self._norm("input_norm", x), rotation, attend, observe)
-        normed = self._norm("post_norm", h).flatten(0, 1)
-        mlp = self._gated_mlp("", normed, observe) if self.layer.moe is None else self._moe(normed, observe)
-        return h + mlp.view_as(h)
+        h = x + self.linears["o"](self.mix(self.norm("input_norm", x), rotation, attend, observe))
+        normed = self.norm("post_norm", h).flatten(0, 1)
+        return h + self.mlp(normed, observe).view_as(h)
 
-    def _norm(self, role: str, x: Tensor) -> Tensor:
+    def norm(self, role: str, x: Float[Tensor, "*rows channels"]) -> Float[Tensor, "*rows channels"]:
+        """`x` through the norm with this role."""
         return rms_norm(x, self.parameters[role], self.arch.rms_norm_eps, self.arch.norm_offset)
 
-    def _attention(self, x: Tensor, rotation: Rotation, attend: Attend, observe: Observe) -> Tensor:
+    def mix(
+        self, x: Float[Tensor, "batch seq hidden"], rotation: Rotation, attend: Attend, observe: Observe
+    ) -> Float[Tensor, "batch seq width"]:
+        """Attention over the normed input `x` up to what the o projection reads."""
         observe("qkv", x.flatten(0, 1))
         q, k, v = (
             self.linears[role](x).view(*x.shape[:2], -1, self.arch.head_dim).transpose(1, 2) for role in ("q", "k", "v")
         )
         if "q_norm" in self.parameters:
-            q, k = self._norm("q_norm", q), self._norm("k_norm", k)
+            q, k = self.norm("q_norm", q), self.norm("k_norm", k)
         q, k = rotate(q, *rotation), rotate(k, *rotation)
         mixed = attend(self.layer.index, q, k, v, scale=self.arch.head_dim**-0.5, window=self.layer.window)
         mixed = mixed.transpose(1, 2).flatten(2)
         observe("o", mixed.flatten(0, 1))
-        return self.linears["o"](mixed)
+        return mixed
 
-    def _gated_mlp(self, prefix: str, x: Tensor, observe: Observe) -> Tensor:
-        """The MLP whose roles and sites start with `prefix`."""
+    def mlp(self, x: Float[Tensor, "tokens hidden"], observe: Observe) -> Float[Tensor, "tokens hidden"]:
+        """The output of the layer's MLP or mixture for the normed tokens `x`."""
+        return self.gated_mlp("", x, observe) if self.layer.moe is None else self._moe(x, observe)
+
+    def gated_mlp(
+        self, prefix: str, x: Float[Tensor, "tokens hidden"], observe: Observe
+    ) -> Float[Tensor, "tokens hidden"]:
+        """The output of the MLP whose roles and sites start with `prefix` (`experts.3.`); it sees all of `x`."""
+        return self.linears[f"{prefix}down"](self.gate(prefix, x, observe))
+
+    def gate(self, prefix: str, x: Float[Tensor, "tokens hidden"], observe: Observe) -> Float[Tensor, "tokens inner"]:
+        """The gated MLP `prefix` up to what its down projection reads."""
         observe(f"{prefix}gate_up", x)
         activation = ACTIVATIONS[self.arch.activation]
         inner = activation(self.linears[f"{prefix}gate"](x)) * self.linears[f"{prefix}up"](x)
         observe(f"{prefix}down", inner)
-        return self.linears[f"{prefix}down"](inner)
+        return inner
 
     def _moe(self, x: Tensor, observe: Observe) -> Tensor:
         moe = self.layer.moe
         assert moe is not None
+        observe("experts", x)
         weights, experts = route(self.linears["router"](x), moe)
         y = mix_experts(
-            x, weights, experts, lambda expert, tokens: self._gated_mlp(f"experts.{expert}.", tokens, observe)
+            x, weights, experts, lambda expert, tokens: self.gated_mlp(f"experts.{expert}.", tokens, observe)
         )
         if moe.shared_intermediate_size is None:
             return y
-        shared = self._gated_mlp("shared.", x, observe)
+        shared = self.gated_mlp("shared.", x, observe)
         if moe.shared_gate:
             shared = torch.sigmoid(self.linears["shared_gate"](x)) * shared
         return y + shared
@@ -202,5 +217,5 @@ class DecoderModel:
         return x
 
 
-def _ignore(site: str, x: Tensor) -> None:
+def ignore(site: str, x: Tensor) -> None:
     """The observer of a run that measures nothing."""
