@@ -10,7 +10,11 @@ from torch import Tensor
 from cann_llm_quant.checkpoint.base import Checkpoint
 from cann_llm_quant.errors import CheckpointError
 from cann_llm_quant.models.arch import Arch
-from cann_llm_quant.models.decoder import DecoderLayer, DecoderModel, DenseLinear
+from cann_llm_quant.models.decoder import DecoderLayer, DecoderModel, DenseLinear, LinearOp
+from cann_llm_quant.models.quantized_input import QuantizedInputLinear
+from cann_llm_quant.quant.activations import InputQuantizer
+
+_FLOAT: Mapping[str, InputQuantizer] = {}
 
 
 @dataclass(frozen=True)
@@ -33,13 +37,21 @@ def load_layer(
     return {name: _load(checkpoint, name, shape, device, dtype) for name, shape in shapes.items()}
 
 
-def build_layer(arch: Arch, index: int, tensors: Mapping[str, Tensor]) -> DecoderLayer:
-    """A decoder layer over float matrices; `tensors` as `load_layer` returns them, nothing is copied."""
+def build_layer(
+    arch: Arch, index: int, tensors: Mapping[str, Tensor], inputs: Mapping[str, InputQuantizer] = _FLOAT
+) -> DecoderLayer:
+    """A decoder layer over float matrices; `tensors` as `load_layer` returns them, nothing is copied.
+
+    Linears whose module is in `inputs` quantize what they are given.
+    """
     layer = arch.layers[index]
-    linears = {
-        spec.role: DenseLinear(tensors[f"{spec.module}.weight"], tensors[f"{spec.module}.bias"] if spec.bias else None)
-        for spec in layer.linears
-    }
+    linears: dict[str, LinearOp] = {}
+    for spec in layer.linears:
+        weight, bias = tensors[f"{spec.module}.weight"], tensors[f"{spec.module}.bias"] if spec.bias else None
+        if spec.module in inputs:
+            linears[spec.role] = QuantizedInputLinear(DenseLinear(weight), inputs[spec.module], bias)
+        else:
+            linears[spec.role] = DenseLinear(weight, bias)
     return DecoderLayer(arch, layer, linears, {p.role: tensors[p.name] for p in layer.parameters})
 
 

@@ -63,6 +63,18 @@ class QuantizedInput:
         return (parts * self.scale.unsqueeze(-1)).view(rows, columns)
 
 
+@dataclass(frozen=True)
+class InputQuantizer:
+    """A scheme with the range that it needs: everything that quantizes one linear's input."""
+
+    scheme: ActivationScheme
+    fixed: InputRange | None = None
+
+    def __call__(self, x: Float[Tensor, "rows in"]) -> QuantizedInput:
+        """`quantize_input` of `x`."""
+        return quantize_input(x, self.scheme, self.fixed)
+
+
 def needs_range(scheme: ActivationScheme) -> bool:
     """Whether calibration must store an `InputRange` for this scheme."""
     return not scheme.dynamic or is_nv(scheme)
