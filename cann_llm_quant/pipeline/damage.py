@@ -19,8 +19,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from cann_llm_quant.calibrate.backward import LinearFisher
+from cann_llm_quant.models.arch import LinearSpec
 from cann_llm_quant.pipeline.units import Choice, Unit
-from cann_llm_quant.quant.gptq import Factor, factorize, feedback_codes
+from cann_llm_quant.quant.gptq import Factor, factorize, feed_back
 from cann_llm_quant.quant.grid import choose_scale_dtype, quantize_codes, search_grid
 from cann_llm_quant.quant.scheme import QuantizedTensor, Scheme
 from cann_llm_quant.quant.shrinkage import shrink_hessian
@@ -38,24 +39,35 @@ def unit_damages(
     storage: torch.dtype,
     text_tokens: int,
 ) -> dict[str, float]:
-    """Estimated KL in nats per token of each choice, by name; `weights` by module, `fisher` by role.
+    """Estimated KL in nats per token of each choice, by name; `weights` by stored name, `fisher` by role.
 
     Linears that no token reached add nothing.
     """
     damages = {choice.name: 0.0 for choice in choices}
-    for spec in unit.linears:
-        seen = fisher.get(spec.role)
-        if seen is None:
-            continue
-        w = weights[f"{spec.module}.weight"].to(torch.float32)
+    for specs in _sharing_an_input(unit, fisher):
+        seen = fisher[specs[0].role]
         hessian = shrink_hessian(seen.hessian, seen.tokens)
-        weighted = shrink_hessian(seen.weighted, seen.tokens)
         factor = factorize(hessian) if solver == "feedback" else None
+        # Rows are solved apart from one another, so linears of one input are solved as one matrix.
+        w = torch.cat([weights[f"{spec.module}.weight"].to(torch.float32) for spec in specs])
+        rows = [spec.out_features for spec in specs]
+        grams = [shrink_hessian(fisher[spec.role].weighted, fisher[spec.role].tokens) for spec in specs]
         for choice in choices:
-            if choice.scheme is not None:
-                solved = solve(w, choice.scheme, storage, hessian.diagonal(), factor)
-                damages[choice.name] += expected_divergence(solved.sub_(w), weighted, seen.squares) / text_tokens
+            if choice.scheme is None:
+                continue
+            delta = solve(w, choice.scheme, storage, hessian.diagonal(), factor).sub_(w)
+            for spec, part, weighted in zip(specs, delta.split_with_sizes(rows), grams, strict=True):
+                damages[choice.name] += expected_divergence(part, weighted, fisher[spec.role].squares) / text_tokens
     return damages
+
+
+def _sharing_an_input(unit: Unit, fisher: Mapping[str, LinearFisher]) -> list[list[LinearSpec]]:
+    """The unit's linears that tokens reached, together where they read the same input (one Gram matrix object)."""
+    groups: dict[int, list[LinearSpec]] = {}
+    for spec in unit.linears:
+        if spec.role in fisher:
+            groups.setdefault(id(fisher[spec.role].hessian), []).append(spec)
+    return list(groups.values())
 
 
 def solve(
@@ -68,11 +80,8 @@ def solve(
     """The rounded matrix in float32; `factor` None rounds to the nearest code, else errors are fed back."""
     scale_dtype = choose_scale_dtype(w, scheme, storage)
     scale, zero_point = search_grid(w, scheme, scale_dtype, importance=importance, steps=_GRID_STEPS, refine=())
-    if factor is None:
-        codes = quantize_codes(w, scale, zero_point, scheme)
-    else:
-        codes = feedback_codes(w, factor, scale, zero_point, scheme)
-    return QuantizedTensor(codes, scale, zero_point, scheme).dequantize()
+    rounded = QuantizedTensor(quantize_codes(w, scale, zero_point, scheme), scale, zero_point, scheme)
+    return (rounded if factor is None else feed_back(rounded, w, factor)).dequantize()
 
 
 def expected_divergence(
