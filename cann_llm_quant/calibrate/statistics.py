@@ -21,16 +21,25 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SiteStatistics:
-    """Measured input statistics of one site; see the module's formulas."""
+    """Measured input statistics of one site; see the module's formulas.
+
+    `borrowed` tokens' worth of the sums come from other experts of a mixture (see calibrate/experts.py).
+    """
 
     hessian: Float[Tensor, "in in"]
     mean_abs: Float[Tensor, " in"]
     amax: Float[Tensor, " in"]
     tokens: int
     sample: Float[Tensor, "rows in"] | None = None
+    borrowed: int = 0
+
+    @property
+    def evidence(self) -> int:
+        """How many tokens the Gram matrix is worth: measured ones and those borrowed from other experts."""
+        return self.tokens + self.borrowed
 
 
-class _EvenSample:
+class EvenSample:
     """Every `stride`-th row of a stream of unknown length; the stride doubles whenever `limit` rows would be passed.
 
     Between half of `limit` and `limit` rows remain (all of a shorter stream). Which ones depends on their number alone.
@@ -41,6 +50,7 @@ class _EvenSample:
         self._rows: list[Tensor] = []
 
     def add(self, x: Float[Tensor, "tokens in"]) -> None:
+        """Take the rows of `x` whose turn it is."""
         if not self._limit:
             return
         first = -self._seen % self._stride
@@ -51,7 +61,8 @@ class _EvenSample:
             self._rows = [torch.cat(self._rows)[::2].clone()]
 
     def rows(self) -> Float[Tensor, "rows in"] | None:
-        return torch.cat(self._rows) if self._limit else None
+        """What was kept; None when nothing was asked for or nothing came."""
+        return torch.cat(self._rows) if self._rows else None
 
 
 class _Accumulator:
@@ -62,11 +73,11 @@ class _Accumulator:
         self.abs_sum = torch.zeros(features, dtype=torch.float64, device=device)
         self.amax = torch.zeros(features, dtype=torch.float32, device=device)
         self.tokens = 0
-        self.sample = _EvenSample(sample_rows)
+        self.sample = EvenSample(sample_rows)
 
     def add(self, x: Float[Tensor, "tokens in"]) -> None:
         x = x.to(torch.float32)
-        for begin, end in _strips(x.shape[1]):
+        for begin, end in strips(x.shape[1]):
             self.hessian[begin:end, :end].addmm_(x[:, begin:end].T, x[:, :end])
         magnitude = x.abs()
         self.abs_sum += magnitude.sum(0).to(torch.float64)
@@ -75,7 +86,7 @@ class _Accumulator:
         self.sample.add(x)
 
 
-def _strips(features: int) -> list[tuple[int, int]]:
+def strips(features: int) -> list[tuple[int, int]]:
     """Row ranges of the Gram matrix; of each only the columns up to its end are summed, the rest is their mirror image.
 
     Four strips need 5/8 of the products; below 256 columns the calls cost more than the products saved.
@@ -107,14 +118,14 @@ class StatisticsCollector:
         """Statistics by site as they were summed; a site that saw no token (an unused expert) is absent."""
         return {
             site: SiteStatistics(
-                _mirrored(s.hessian), (s.abs_sum / s.tokens).to(torch.float32), s.amax, s.tokens, s.sample.rows()
+                mirrored(s.hessian), (s.abs_sum / s.tokens).to(torch.float32), s.amax, s.tokens, s.sample.rows()
             )
             for site, s in self._sums.items()
         }
 
 
-def _mirrored(hessian: Float[Tensor, "in in"]) -> Float[Tensor, "in in"]:
+def mirrored(hessian: Float[Tensor, "in in"]) -> Float[Tensor, "in in"]:
     """The lower triangle copied over the upper, in place, a strip at a time."""
-    for begin, end in _strips(hessian.shape[0]):
+    for begin, end in strips(hessian.shape[0]):
         hessian[:begin, begin:end] = hessian[begin:end, :begin].T
     return hessian
