@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cann_llm_quant.calibrate.statistics import SiteStatistics
 from cann_llm_quant.models.arch import Arch, Layer, Site
-from cann_llm_quant.quant.awq import AwqResult, search_scale
+from cann_llm_quant.quant.awq import search_scale
 from cann_llm_quant.quant.fold import (
     divide_rows,
     multiply_columns,
@@ -25,6 +25,7 @@ from cann_llm_quant.quant.fold import (
     stored_norm_gain,
     tie_over_repeats,
 )
+from cann_llm_quant.quant.scale_search import ScaleResult
 from cann_llm_quant.quant.scheme import Scheme
 
 
@@ -34,7 +35,7 @@ class Smoothed:
 
     tensors: dict[str, Tensor]
     statistics: dict[str, SiteStatistics]
-    searched: dict[str, AwqResult]
+    searched: dict[str, ScaleResult]
 
 
 def smooth_layer(
@@ -53,7 +54,7 @@ def smooth_layer(
     go by module; `storage` is each tensor's stored dtype.
     """
     folded, measured = tensors, dict(statistics)
-    searched: dict[str, AwqResult] = {}
+    searched: dict[str, ScaleResult] = {}
     pairs = [s for s in layer.sites if s.producer is not None and s.name in measured]
     for site in sorted(pairs, key=lambda s: s.producer is not None and s.producer.kind == "norm"):
         quantized = [m for m in (layer.linear(role).module for role in site.linears) if m in schemes]
@@ -81,7 +82,7 @@ def _search(
     schemes: Mapping[str, Scheme],
     storage: Mapping[str, torch.dtype],
     clip: bool,
-) -> AwqResult:
+) -> ScaleResult:
     tie = _shared_rows(arch, site)
     stored = storage[f"{quantized[0]}.weight"]
     dtype = torch.float32 if stored == torch.float64 else stored

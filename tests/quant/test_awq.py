@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from cann_llm_quant.quant.awq import AwqResult, search_scale
-from cann_llm_quant.quant.balance import balanced_log_factor, class_mean
+from cann_llm_quant.quant.awq import search_scale
+from cann_llm_quant.quant.balance import RangeTerm, balanced_log_factor, class_mean
 from cann_llm_quant.quant.error import output_error
 from cann_llm_quant.quant.fold import rescale_hessian, tie_over_repeats
 from cann_llm_quant.quant.rtn import Clip, solve
+from cann_llm_quant.quant.scale_search import ScaleResult
 from cann_llm_quant.quant.scheme import scheme_for
 
 SCHEME = scheme_for(4, 16, symmetric=False)
@@ -190,7 +191,7 @@ def test_arguments_are_left_alone_and_half_weights_are_taken() -> None:
     half = [w.to(torch.bfloat16) for w in ws]
     copies = [w.clone() for w in half], hessian.clone(), mean_abs.clone()
     result = search_scale(half, hessian, mean_abs, SCHEME, torch.bfloat16)
-    assert isinstance(result, AwqResult)
+    assert isinstance(result, ScaleResult)
     assert all(torch.equal(a, b) for a, b in zip(half, copies[0], strict=True))
     assert torch.equal(hessian, copies[1])
     assert torch.equal(mean_abs, copies[2])
@@ -230,7 +231,8 @@ def test_balancing_reaches_a_stationary_point_of_its_loss(tied: bool) -> None:
     live = torch.ones(64, dtype=torch.bool)
     log_s = torch.zeros(64)
     for _ in range(8):
-        log_s = balanced_log_factor([ws[0][:20], ws[0][20:]], [16, 16], hessian.diagonal(), log_s, live, classes)
+        terms = [RangeTerm(part, 16, hessian.diagonal(), 1.0) for part in (ws[0][:20], ws[0][20:])]
+        log_s = balanced_log_factor(terms, log_s, live, classes)
     start = torch.zeros(64, dtype=torch.float64)
     free = class_mean(log_s, live, classes).double().requires_grad_()
     tracked = surrogate(w, 16, h, free)
