@@ -1,7 +1,7 @@
 """Log-likelihood of continuations given contexts: text to tokens by the harness's convention, and the scoring.
 
-Whitespace at a context's end belongs to the continuation; context and continuation are encoded together, and the
-first `len(encode(context))` tokens are the context (EleutherAI lm-evaluation-harness 0.4, `TemplateLM`):
+Whitespace at a context's end belongs to the continuation. Context and continuation are encoded together, and of that
+the tokens past `len(encode(context))` are the continuation (EleutherAI lm-evaluation-harness 0.4, `TemplateLM`):
 
     score = sum over t in continuation of log p(token_t | the tokens before it),   in nats
 
@@ -65,12 +65,13 @@ class Encoder:
         context, continuation = stripped, context[len(stripped) :] + continuation
         if context:
             whole = encode(self._tokenizer, context + continuation, bos=self._bos)
-            split = len(encode(self._tokenizer, context, bos=self._bos))
+            before = encode(self._tokenizer, context, bos=self._bos)
         else:
-            whole, split = self._behind_prefix(encode(self._tokenizer, continuation, bos=False)), 1
-        if len(whole) <= split:
+            whole = self._behind_prefix(encode(self._tokenizer, continuation, bos=False))
+            before = whole[:1]
+        if len(whole) <= len(before):
             raise CorpusError(f"{place}: the continuation {continuation!r} adds no token to its context")
-        return Request(tuple(whole[:split]), tuple(whole[split:]), place)
+        return Request(tuple(before), tuple(whole[len(before) :]), place)
 
     def _behind_prefix(self, ids: list[int]) -> list[int]:
         if self._prefix is None:
