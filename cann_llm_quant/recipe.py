@@ -9,6 +9,7 @@ import fnmatch
 import json
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -72,11 +73,37 @@ class ActivationFormat(_Document):
         return not self.dynamic or self.type == "nvfp4"
 
 
+FLOAT_TYPE_BITS = {"fp8": 8, "mxfp8": 8, "mxfp4": 4, "nvfp4": 4}
+BLOCK_COLUMNS = {"mxfp8": 32, "mxfp4": 32, "nvfp4": 16}
+
+NAMED_SCHEMES: dict[str, dict[str, Any]] = {
+    "W8A16": {"bits": 8, "group_size": -1},
+    "W8A8": {"bits": 8, "group_size": -1, "activations": {"type": "int8"}},
+    "W8A8-STATIC": {"bits": 8, "group_size": -1, "activations": {"type": "int8", "dynamic": False}},
+    "W4A16": {"bits": 4},
+    "W4A8": {"bits": 4, "activations": {"type": "int8"}},
+    "W4A4": {"bits": 4, "activations": {"type": "int4"}},
+    "W3A16": {"bits": 3},
+    "W2A16": {"bits": 2},
+    "FP8": {"type": "fp8", "activations": {"type": "fp8"}},
+    "FP8-STATIC": {"type": "fp8", "activations": {"type": "fp8", "dynamic": False}},
+    "FP8-BLOCK": {"type": "fp8", "group_size": "block", "activations": {"type": "fp8"}},
+    "FP8A16": {"type": "fp8"},
+    "MXFP8": {"type": "mxfp8", "activations": {"type": "mxfp8"}},
+    "MXFP8A16": {"type": "mxfp8"},
+    "MXFP4": {"type": "mxfp4", "activations": {"type": "mxfp4"}},
+    "MXFP4A16": {"type": "mxfp4"},
+    "NVFP4": {"type": "nvfp4", "activations": {"type": "nvfp4"}},
+    "NVFP4A16": {"type": "nvfp4"},
+}
+
+
 class WeightScheme(_Document):
     """Weight format asked for, and the format of the inputs of the same linears (`activations`, null: float).
 
-    `group_size` -1 is one group per row, `auto` is 128 or the largest that fits each linear, `tensor` is one scale for
-    the matrix and `block` one for every tile of 128 x 128.
+    `group_size` -1 is one group per row, `auto` is 128 or the largest that fits each linear (one group per row for
+    fp8), `tensor` is one scale for the matrix and `block` one for every tile of 128 x 128 (fp8). The block formats have
+    groups of their own. A name of `NAMED_SCHEMES` in any case stands for the whole.
     """
 
     type: Literal["int", "fp8", "mxfp8", "mxfp4", "nvfp4"] = "int"
@@ -84,6 +111,31 @@ class WeightScheme(_Document):
     group_size: int | Literal["auto", "tensor", "block"] = "auto"
     symmetric: bool = True
     activations: ActivationFormat | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _spelled_out(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            if value.upper() not in NAMED_SCHEMES:
+                raise ValueError(f"{value!r} is no scheme; choose from {', '.join(NAMED_SCHEMES)}")
+            value = NAMED_SCHEMES[value.upper()]
+        if isinstance(value, dict) and "bits" not in value and value.get("type") in FLOAT_TYPE_BITS:
+            value = value | {"bits": FLOAT_TYPE_BITS[value["type"]]}
+        return value
+
+    @model_validator(mode="after")
+    def _possible(self) -> "WeightScheme":
+        bits = FLOAT_TYPE_BITS.get(self.type, self.bits)
+        if bits != self.bits:
+            raise ValueError(f"{self.type} weights have {bits} bits, not {self.bits}; leave the bits out")
+        if self.type != "int" and not self.symmetric:
+            raise ValueError(f"{self.type} weights have no zero points; only int weights can be asymmetric")
+        columns = BLOCK_COLUMNS.get(self.type)
+        if columns is not None and self.group_size not in ("auto", columns):
+            raise ValueError(f"{self.type} weights have groups of {columns}; leave the group size out")
+        if self.group_size == "block" and self.type != "fp8":
+            raise ValueError("tiles of 128 x 128 are for fp8 weights; choose another group size")
+        return self
 
     @field_validator("group_size", mode="before")
     @classmethod
@@ -137,6 +189,27 @@ Candidates = Annotated[tuple[str, ...], BeforeValidator(_listed), AfterValidator
 Preset = Literal["attention-fp16-ffn-int8", "edges-int8"]
 
 
+def _head(value: WeightScheme | None) -> WeightScheme | None:
+    """Rows of the head are solved in blocks, so that no scale may reach over rows."""
+    if value is None:
+        return None
+    if value.activations is not None:
+        raise ValueError("the head's input stays in float; leave activations out")
+    if value.type != "int" or value.group_size in ("tensor", "block"):
+        raise ValueError("the head is stored as integers with scales of one row; use type int and a group size or -1")
+    return value
+
+
+def _embedding(value: WeightScheme | None) -> WeightScheme | None:
+    if value is None or value == WeightScheme(bits=8, group_size=-1):
+        return value
+    raise ValueError("embeddings are symmetric int8 with one scale a row (bits 8, group_size -1), or stay in float")
+
+
+Head = Annotated[WeightScheme | None, AfterValidator(_head)]
+Embedding = Annotated[WeightScheme | None, AfterValidator(_embedding)]
+
+
 class Rule(_Document):
     """Linears whose name matches any pattern get this scheme, or stay in float (`skip`). Later rules win."""
 
@@ -153,11 +226,47 @@ class Calibration(_Document):
     seed: int = 0
 
 
+Method = Literal[
+    "rtn",
+    "awq",
+    "smoothquant",
+    "smoothquant+awq",
+    "gptq",
+    "awq+gptq",
+    "smoothquant+gptq",
+    "smoothquant+awq+gptq",
+]
+
+
+@dataclass(frozen=True)
+class EffortPlan:
+    """What error feedback may cost: whether the float model walks along so that drift can be corrected, rounds of
+    coordinate descent on codes and scales, steps of tuning a whole layer.
+    """
+
+    drift: bool
+    rounds: int
+    tuning_steps: int
+
+
+EFFORTS = {
+    "fast": EffortPlan(False, 0, 0),
+    "balanced": EffortPlan(True, 1, 0),
+    "best": EffortPlan(True, 3, 60),
+}
+
+
 class Recipe(_Document):
     """One quantization, whole: everything that decides the output's bytes besides the source model."""
 
-    method: Literal["rtn", "awq"] = "awq"
+    method: Method = "awq"
+    effort: Literal["fast", "balanced", "best"] = Field(
+        default="balanced", description="what a method with gptq may cost; see docs/methods.md"
+    )
     scheme: WeightScheme = WeightScheme()
+    head: Head = Field(default=None, description="scheme of the output head; null: float")
+    embedding: Embedding = Field(default=None, description="int8 with one scale a row, or null: float")
+    moe_all_experts: bool = Field(default=False, description="calibrate every expert on every token")
     clip: bool | None = Field(default=None, description="search each group's range; null: yes for awq, no for rtn")
     rules: tuple[Rule, ...] = ()
     preset: Preset | None = Field(default=None, description="rules for this model's layers, before the others")
@@ -169,6 +278,21 @@ class Recipe(_Document):
     expand_fusion_groups: bool = True
     calibration: Calibration = Calibration()
     formats: Annotated[tuple[Literal["native"], ...], BeforeValidator(_listed), Field(min_length=1)] = ("native",)
+
+    @property
+    def smoothing(self) -> frozenset[str]:
+        """Which factors between a producer and its linears are searched: `awq`, `smoothquant`, both or none."""
+        return frozenset(self.method.split("+")) & {"awq", "smoothquant"}
+
+    @property
+    def feedback(self) -> bool:
+        """Whether errors are fed back, site by site (`gptq`); otherwise weights are rounded each on its own."""
+        return "gptq" in self.method.split("+")
+
+    @property
+    def effort_plan(self) -> EffortPlan:
+        """What the effort means for the method; nothing but rounding without feedback."""
+        return EFFORTS[self.effort] if self.feedback else EffortPlan(False, 0, 0)
 
     @property
     def needs_calibration(self) -> bool:

@@ -2,7 +2,7 @@
 
 A file holds the windows one after another, raw, `[window, seq, hidden]` in the compute dtype. It is read and written
 one window at a time through the file system rather than mapped, so that its pages never count as this process's
-memory. The states after layer i go to `states-<i+1>.bin` (written under another name, fsynced, renamed), and those
+memory. The states after layer i go to `<name>-<i+1>.bin` (written under another name, fsynced, renamed), and those
 before it are deleted only when the layer is safe in the writer's journal: a killed run finds the file it needs, or
 recomputes.
 """
@@ -31,16 +31,17 @@ class HiddenStates:
         budget: int,
         scratch: Path,
         device: torch.device,
+        name: str = "states",
     ) -> None:
-        self.shape, self.dtype, self.index = shape, dtype, 0
-        self._scratch, self._device = scratch, device
+        self.shape, self.dtype, self.index, self.name = shape, dtype, 0, name
+        self._scratch, self.device = scratch, device
         self._window_bytes = shape[1] * shape[2] * dtype.itemsize
         self.spooled = self._window_bytes * shape[0] > budget
         self._memory: list[Tensor] = []
 
     def path(self, index: int) -> Path:
         """File of the states before layer `index`."""
-        return self._scratch / f"states-{index}.bin"
+        return self._scratch / f"{self.name}-{index}.bin"
 
     def start(self, embedding: Float[Tensor, "vocab hidden"], ids: Int[Tensor, "windows seq"]) -> None:
         """Fill with embedded tokens: the states before layer 0."""
@@ -61,25 +62,28 @@ class HiddenStates:
         """The states, one window after another, on the compute device."""
         if not self.spooled:
             for state in self._memory:
-                yield state.to(self._device)
+                yield state.to(self.device)
             return
         with self.path(self.index).open("rb") as file:
             for _ in range(self.shape[0]):
                 window = torch.frombuffer(bytearray(file.read(self._window_bytes)), dtype=self.dtype)
-                yield window.view(1, *self.shape[1:]).to(self._device)
+                yield window.view(1, *self.shape[1:]).to(self.device)
 
     def advance(self, layer: DecoderLayer, *, check_finite: bool = True) -> Iterator[int]:
         """Replace the states by `layer`'s outputs; yields the number of windows done.
 
         Raises NumericError naming the layer and the window when an output is not finite.
         """
-        outputs = run_layer(layer, self.windows(), self.index, check_finite=check_finite)
+        yield from self.replace(run_layer(layer, self.windows(), self.index, check_finite=check_finite))
+
+    def replace(self, outputs: Iterator[Float[Tensor, "1 seq hidden"]]) -> Iterator[int]:
+        """Replace the states by the next layer's, one for each window; yields the number of windows done."""
         yield from self._store_steps(self.index + 1, outputs)
 
     def forget_before(self, index: int) -> None:
         """Delete files of states that no resume needs any more."""
-        for path in self._scratch.glob("states-*.bin"):
-            if int(path.stem.removeprefix("states-")) < index:
+        for path in self._scratch.glob(f"{self.name}-*.bin"):
+            if int(path.stem.removeprefix(f"{self.name}-")) < index:
                 path.unlink()
 
     def _store(self, index: int, windows: Iterator[Tensor]) -> None:
@@ -130,9 +134,15 @@ def run_layer(
     for number, x in enumerate(windows):
         positions = torch.arange(x.shape[1], device=x.device)[None]
         y = layer(x, positions, attend, observe)
-        if check_finite and not bool(torch.isfinite(y).all()):
-            raise NumericError(
-                f"layer {index} gives NaN or infinity for calibration window {number} in {x.dtype}; "
-                "use --dtype fp32 or bf16, or scan the source's weights with inspect --scan"
-            )
+        if check_finite:
+            require_finite(y, index, number)
         yield y
+
+
+def require_finite(y: Float[Tensor, "1 seq hidden"], index: int, number: int) -> None:
+    """Raises NumericError naming the layer and the window when its output is not finite."""
+    if not bool(torch.isfinite(y).all()):
+        raise NumericError(
+            f"layer {index} gives NaN or infinity for calibration window {number} in {y.dtype}; "
+            "use --dtype fp32 or bf16, or scan the source's weights with inspect --scan"
+        )

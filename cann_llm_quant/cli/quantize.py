@@ -13,6 +13,7 @@ from cann_llm_quant.cli import quantize_flags as flag
 from cann_llm_quant.cli.options import AllowPickle, Debug, Json, Revision, parse_size
 from cann_llm_quant.cli.progress import show_progress
 from cann_llm_quant.cli.recipe_flags import resolve_recipe
+from cann_llm_quant.cli.scheme_names import named_schemes
 from cann_llm_quant.cli.terminal import Reply, duration, print_facts, printable, size
 from cann_llm_quant.errors import UsageError
 
@@ -29,10 +30,15 @@ def quantize(
     recipe: flag.RecipeFile = None,
     show_recipe: flag.ShowRecipe = False,
     method: flag.Method = None,
+    effort: flag.Effort = None,
     bits: flag.Bits = None,
     group_size: flag.GroupSize = None,
     symmetric: flag.Symmetric = None,
     clip: flag.Clip = None,
+    target_bits: flag.TargetBits = None,
+    candidates: flag.Candidates = None,
+    sensitivity: flag.SensitivityFile = None,
+    preset: flag.PresetName = None,
     data: flag.Data = None,
     samples: flag.Samples = None,
     seq_len: flag.SeqLen = None,
@@ -57,11 +63,15 @@ def quantize(
 ) -> None:
     """Quantize a model. A killed run goes on where it was when the same command is given again."""
     flags = {
-        "method": method,
+        "method": method if method or not effort else "gptq",
+        "effort": effort,
         "bits": bits,
         "group_size": group_size,
         "symmetric": symmetric,
         "clip": clip,
+        "target_bits": target_bits,
+        "candidates": None if candidates is None else named_schemes(candidates, "--candidates"),
+        "preset": preset,
         "on_misfit": on_misfit,
         "expand_fusion_groups": False if no_fuse_check else None,
         "data": data or None,
@@ -71,6 +81,8 @@ def quantize(
         "formats": formats or None,
     }
     resolved = resolve_recipe(recipe, flags, ignore or ())
+    if resolved.target_bits is None and (sensitivity is not None or candidates is not None):
+        raise UsageError("--sensitivity and --candidates are for a bit target; add --target-bits B")
     if show_recipe:
         shown = {"recipe": resolved.model_dump(mode="json")}
         Reply(json).result(shown, lambda _: typer.echo(resolved.to_json()))
@@ -91,6 +103,7 @@ def quantize(
         allow_fewer_samples=allow_fewer_samples,
         overwrite=overwrite,
         tensor_parallel=tensor_parallel,
+        sensitivity=sensitivity,
     )
     with show_progress("passes") as progress:
         report = quantize_model(source, folder, resolved, options=options, progress=progress)

@@ -10,7 +10,13 @@ import typer
 
 from cann_llm_quant.cli.options import MODEL_HELP, MODEL_SECTION
 
-SCHEME, TEXT, LINEARS, RESOURCES = "Scheme", "Calibration text", "Which linears", "Output and resources"
+SCHEME, MIXED, TEXT, LINEARS, RESOURCES = (
+    "Scheme",
+    "Mixed precision",
+    "Calibration text",
+    "Which linears",
+    "Output and resources",
+)
 
 OptionalModel = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False)]
 ModelOption = Annotated[str | None, typer.Option("--model", metavar="MODEL", help="Another way to name MODEL.")]
@@ -25,11 +31,22 @@ RecipeFile = Annotated[
 ShowRecipe = Annotated[bool, typer.Option("--show-recipe", help="Print the resolved recipe and stop.")]
 
 Method = Annotated[
-    Literal["rtn", "awq"] | None,
+    str | None,
     typer.Option(
         "--method",
         "--quant-method",
-        help="Rounding, or activation-aware scaling and rounding. [default: awq]",
+        metavar="NAME",
+        help="rtn (rounding), gptq (error feedback), awq or smoothquant (scaling), or several joined by +, such as "
+        "awq+gptq. [default: awq]",
+        rich_help_panel=SCHEME,
+    ),
+]
+Effort = Annotated[
+    Literal["fast", "balanced", "best"] | None,
+    typer.Option(
+        "--effort",
+        help="What gptq may cost: fast about two forward passes, balanced four with drift correction, best also tunes "
+        "layers. Without --method it means gptq. [default: balanced]",
         rich_help_panel=SCHEME,
     ),
 ]
@@ -88,6 +105,44 @@ Seed = Annotated[
 AllowFewerSamples = Annotated[
     bool,
     typer.Option("--allow-fewer-samples", help="Go on when the text is too short.", rich_help_panel=TEXT),
+]
+
+TargetBits = Annotated[
+    float | None,
+    typer.Option(
+        "--target-bits",
+        metavar="B",
+        help="Stored bits per weight on average, scales included, such as 4.25: measures each linear's sensitivity and "
+        "gives every linear one of the candidates.",
+        rich_help_panel=MIXED,
+    ),
+]
+Candidates = Annotated[
+    str | None,
+    typer.Option(
+        "--candidates",
+        metavar="LIST",
+        help="Schemes to choose from: W4g64, W4g64a (asymmetric), W8 (one scale a row), float. "
+        "[default: W4g64,W3g64,W3g32,W4g128,W4g32,W8]",
+        rich_help_panel=MIXED,
+    ),
+]
+SensitivityFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--sensitivity",
+        metavar="FILE",
+        help="What cann-llm-quant sensitivity -o has measured, instead of measuring.",
+        rich_help_panel=MIXED,
+    ),
+]
+PresetName = Annotated[
+    Literal["attention-fp16-ffn-int8", "edges-int8"] | None,
+    typer.Option(
+        "--preset",
+        help="Attention in float and MLPs in INT8; or INT8 for q/k/v and down of the first and last eighth of layers.",
+        rich_help_panel=MIXED,
+    ),
 ]
 
 Ignore = Annotated[

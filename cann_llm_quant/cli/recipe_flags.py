@@ -12,10 +12,14 @@ if TYPE_CHECKING:
 # Flag to its field in the recipe document.
 FIELDS = {
     "method": ("method",),
+    "effort": ("effort",),
     "bits": ("scheme", "bits"),
     "group_size": ("scheme", "group_size"),
     "symmetric": ("scheme", "symmetric"),
     "clip": ("clip",),
+    "target_bits": ("target_bits",),
+    "candidates": ("candidates",),
+    "preset": ("preset",),
     "on_misfit": ("on_misfit",),
     "expand_fusion_groups": ("expand_fusion_groups",),
     "data": ("calibration", "data"),

@@ -22,7 +22,7 @@ from cann_llm_quant.export.inference_config import (
     Weights,
 )
 from cann_llm_quant.export.model_config import json_bytes, output_config
-from cann_llm_quant.export.native import quantization_config
+from cann_llm_quant.export.quantization_config import quantization_config
 from cann_llm_quant.pipeline.prepare import LIBRARIES, Job, peak_memory_bytes
 from cann_llm_quant.pipeline.request import QuantizeReport
 
@@ -59,8 +59,9 @@ def _inference_config(job: Job, records: Records) -> InferenceConfig:
     return InferenceConfig(
         model_type=job.arch.model_type,
         weights=Weights(
-            schemes={_key(weight_format): weight_format for weight_format in formats.values()},
-            linears={module: _key(weight_format) for module, weight_format in formats.items()},
+            layout=quantization_config(job.assignment.schemes, job.assignment.kept)["format"],
+            schemes={weight_format.key(): weight_format for weight_format in formats.values()},
+            linears={module: weight_format.key() for module, weight_format in formats.items()},
             float=job.assignment.kept,
             bits_per_weight=bits_per_weight(job, records),
         ),
@@ -87,23 +88,9 @@ def _formats(job: Job, records: Records) -> dict[str, WeightFormat]:
     """How each linear is really stored: its scheme, and the type that its scales were found to fit in."""
     linears = _linears(records)
     return {
-        module: WeightFormat.model_validate(
-            {
-                "dtype": scheme.dtype,
-                "symmetric": scheme.symmetric,
-                "strategy": scheme.strategy,
-                "group_size": scheme.group_size,
-                "scale_dtype": linears[module]["scale_dtype"],
-            }
-        )
+        module: WeightFormat.of(scheme, linears[module]["scale_dtype"])
         for module, scheme in job.assignment.schemes.items()
     }
-
-
-def _key(weight: WeightFormat) -> str:
-    symmetry = "sym" if weight.symmetric else "asym"
-    groups = "channel" if weight.group_size is None else f"g{weight.group_size}"
-    return f"{weight.dtype}-{symmetry}-{groups}-{weight.scale_dtype}"
 
 
 def _linears(records: Records) -> dict[str, dict[str, Any]]:
@@ -161,7 +148,7 @@ def summarize(
         dropped_tensors=job.dropped,
         extra_tensors=job.extra,
         float_modules=job.assignment.kept,
-        formats=dict(Counter(_key(weight) for weight in _formats(job, records).values())),
+        formats=dict(Counter(weight.key() for weight in _formats(job, records).values())),
         weight_files=list(written.weight_files),
         output_bytes=sum(path.stat().st_size for path in written.path.rglob("*") if path.is_file()),
         source_bytes=sum(info.nbytes for info in tensors.values()),

@@ -58,8 +58,8 @@ def quantize_layer(
     }
     smoothed = Smoothed(tensors, dict(statistics), {})
     warnings: tuple[str, ...] = ()
-    if recipe.method == "awq" and probe is not None:
-        smoothed, warnings = _smooth_checked(arch, layer, tensors, load, statistics, schemes, storage, recipe, probe)
+    if recipe.smoothing and probe is not None:
+        smoothed, warnings = smooth_checked(arch, layer, tensors, load, statistics, schemes, storage, recipe, probe)
     stored: dict[str, Tensor] = {}
     running: dict[str, Tensor] = {}
     linears: dict[str, Any] = {}
@@ -75,20 +75,21 @@ def quantize_layer(
         )
         running[name] = solved.weight.dequantize()
         stored |= native.encode(module, solved.weight)
-        linears[module] = _entry(solved, rtn_errors[module], site)
+        linears[module] = linear_entry(solved, rtn_errors[module], None if site is None else site.tokens)
     for name, tensor in smoothed.tensors.items():
         stored[name] = tensor.to(storage[name])
         running[name] = stored[name].to(torch.float32)
-    warnings += _unsmoothed(layer, smoothed) + (() if probe is None else _unseen(layer, linears))
+    warnings += unsmoothed(layer, smoothed) + (() if probe is None else unseen(layer, linears))
     record = {"kept": len(smoothed.tensors), "linears": linears, "warnings": list(warnings)}
     return LayerResult(stored, running, record)
 
 
-def _entry(solved: SolvedLinear, rtn_error: float | None, site: SiteStatistics | None) -> dict[str, Any]:
+def linear_entry(solved: SolvedLinear, rtn_error: float | None, tokens: int | None) -> dict[str, Any]:
+    """What is recorded of a linear; errors are relative, of plain rounding and of what was chosen."""
     return {
         "rtn_error": _nine_digits(rtn_error),
         "error": _nine_digits(solved.error),
-        "tokens": None if site is None else site.tokens,
+        "tokens": tokens,
         "scale_dtype": str(solved.weight.scale.dtype).removeprefix("torch."),
     }
 
@@ -98,13 +99,13 @@ def _nine_digits(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.9g}")
 
 
-def _unsmoothed(layer: Layer, smoothed: Smoothed) -> tuple[str, ...]:
+def unsmoothed(layer: Layer, smoothed: Smoothed) -> tuple[str, ...]:
     """Sites that got no factor for want of a candidate (C03, C08), each with the reason."""
     found = smoothed.searched.items()
     return tuple(f"layer {layer.index}, {site}: not scaled, {result.reason}" for site, result in found if result.reason)
 
 
-def _unseen(layer: Layer, linears: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
+def unseen(layer: Layer, linears: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
     """Experts that nothing was routed to are rounded without statistics; that is a result, so it is said."""
     roles = {spec.module: spec.role for spec in layer.linears}
     unseen = {roles[module].split(".")[1] for module, entry in linears.items() if entry["tokens"] is None}
@@ -114,7 +115,7 @@ def _unseen(layer: Layer, linears: Mapping[str, Mapping[str, Any]]) -> tuple[str
     return (f"layer {layer.index}: {count} saw no calibration token; they are rounded without statistics",)
 
 
-def _smooth_checked(
+def smooth_checked(
     arch: Arch,
     layer: Layer,
     tensors: dict[str, Tensor],

@@ -87,7 +87,7 @@ def _sensitivity(source: Checkpoint, name: str, recipe: Recipe, options: RunOpti
         request = SensitivityRequest(
             calibration=few,
             candidates=recipe.candidates or DEFAULT_CANDIDATES,
-            solver="rounding" if recipe.method == "rtn" else "feedback",
+            solver="feedback" if "gptq" in recipe.method else "rounding",
         )
         return measure_sensitivity(source, name, request, options, tell)
     found = load_sensitivity(options.sensitivity)

@@ -8,28 +8,20 @@ running the stored quantized layers again: the same arithmetic, so the same bits
 import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from cann_llm_quant.calibrate.statistics import SiteStatistics, StatisticsCollector
-from cann_llm_quant.calibrate.stream import HiddenStates, run_layer
 from cann_llm_quant.checkpoint import open_checkpoint
 from cann_llm_quant.checkpoint.writer import CheckpointWriter, check_output
-from cann_llm_quant.errors import NumericError
-from cann_llm_quant.export import native
 from cann_llm_quant.models.arch import Layer
-from cann_llm_quant.models.decoder import DecoderLayer
-from cann_llm_quant.models.weights import build_layer, load_layer
 from cann_llm_quant.pipeline.closing import output_files, summarize
-from cann_llm_quant.pipeline.layer import LayerResult, quantize_layer
+from cann_llm_quant.pipeline.layer_run import layer_passes, quantize_one
+from cann_llm_quant.pipeline.layer_tensors import require_finite
 from cann_llm_quant.pipeline.prepare import Job, prepare
 from cann_llm_quant.pipeline.request import Event, QuantizeReport, RunOptions, Stage
-from cann_llm_quant.quant.shrinkage import shrink_hessian
+from cann_llm_quant.pipeline.states import streams_before
 from cann_llm_quant.recipe import Recipe
 
 EMBEDDING, HEAD, EXTRA = "embedding", "head", "extra"
@@ -71,7 +63,7 @@ def quantize_model(
         ) as writer:
             resumed = sum(unit.startswith("layer.") for unit in writer.completed)
             warnings += [text for record in writer.completed.values() for text in record.get("warnings", [])]
-            with torch.inference_mode():
+            with torch.no_grad():
                 _write_outer(job, writer, EMBEDDING, [job.arch.embedding_name])
                 _quantize_layers(job, writer, resumed, tell)
                 head = [name for name in job.arch.outer_shapes() if name != job.arch.embedding_name]
@@ -99,128 +91,44 @@ def _write_outer(job: Job, writer: CheckpointWriter, unit: str, names: list[str]
         return
     tensors = {name: job.source.load(name) for name in names}
     for name, tensor in tensors.items():
-        _require_finite(name, tensor)
+        require_finite(name, tensor)
     writer.write_unit(unit, tensors, {"kept": len(names)})
 
 
 def _quantize_layers(job: Job, writer: CheckpointWriter, finished: int, tell: Tell) -> None:
     if finished == job.arch.num_layers:
         return
-    states = None if job.ids is None else _states_before(job, writer, finished, tell)
+    streams = streams_before(job, writer, finished, tell)
+    passes = _Passes(tell, [layer_passes(job, layer) for layer in job.arch.layers])
     for layer in job.arch.layers[finished:]:
-        _quantize_layer(job, writer, layer, states, tell)
+        passes.begin(layer)
+        result = quantize_one(job, writer, layer, streams, passes)
+        writer.write_unit(f"layer.{layer.index}", result.stored, result.record)
+        if streams is not None:
+            streams.forget_before(layer.index + 1)
+        passes.end(_mean_error(result.record))
 
 
-def _quantize_layer(job: Job, writer: CheckpointWriter, layer: Layer, states: HiddenStates | None, tell: Tell) -> None:
-    """Measure, solve, pass the activations on, write; a function of its own so that nothing of a layer outlives it."""
-    windows = 0 if job.ids is None else job.ids.shape[0]
-    passes, count = max(1, 2 * windows), job.arch.num_layers
-    name, done, total = f"layer {layer.index + 1}/{count}", passes * layer.index, passes * count
-    statistics: dict[str, SiteStatistics] = {}
-    probe = None
-    if states is not None:
-        statistics = _measure(job, layer, states, partial(_tell_pass, tell, "calibrate", done, total, name))
-        probe = next(states.windows())
-    tell(Event("solve", done + windows, total, name))
-    result = _solve(job, layer, statistics, probe)
-    statistics.clear()
-    for warning in result.record["warnings"]:
-        tell(Event("solve", done + windows, total, name, message=warning, warning=True))
-    error = _mean_error(result.record)
-    if states is not None and layer.index + 1 < count:
-        for window in states.advance(_build(job, layer, result.running)):
-            _tell_pass(tell, "propagate", done + windows, total, name, window, error)
-    writer.write_unit(f"layer.{layer.index}", result.stored, result.record)
-    if states is not None:
-        states.forget_before(layer.index + 1)
-    tell(Event("solve", done + passes, total, name, error))
+class _Passes:
+    """Progress in passes of one window through one layer."""
 
+    def __init__(self, tell: Tell, counts: list[int]) -> None:
+        self._tell, self._counts, self._total = tell, counts, sum(counts)
+        self._done, self._layer, self._index = 0, "", 0
 
-def _tell_pass(
-    tell: Tell, stage: Stage, done: int, total: int, layer: str, window: int, error: float | None = None
-) -> None:
-    tell(Event(stage, done + window, total, layer, error))
+    def begin(self, layer: Layer) -> None:
+        self._index, self._layer = layer.index, f"layer {layer.index + 1}/{len(self._counts)}"
+        self._done = sum(self._counts[: layer.index])
 
+    def __call__(self, stage: Stage, passes: int = 1, message: str | None = None) -> None:
+        """`passes` more are done; a message is a warning."""
+        self._done += passes
+        warning = message is not None
+        self._tell(Event(stage, self._done, self._total, self._layer, message=message, warning=warning))
 
-def _states_before(job: Job, writer: CheckpointWriter, index: int, tell: Tell) -> HiddenStates:
-    """The hidden states before layer `index`: found in a spool file, or computed from the embedding up."""
-    assert job.ids is not None
-    shape = (job.ids.shape[0], job.ids.shape[1], job.arch.hidden_size)
-    states = HiddenStates(
-        shape, job.dtype, budget=job.options.activation_budget, scratch=writer.scratch, device=job.device
-    )
-    if index and states.resume(index):
-        return states
-    states.start(job.source.load(job.arch.embedding_name), job.ids)
-    for layer in job.arch.layers[:index]:
-        running = _build(job, layer, _stored_layer(writer, layer))
-        for window in states.advance(running):
-            done, total = layer.index * shape[0] + window, index * shape[0]
-            tell(Event("replay", done, total, f"layer {layer.index + 1}/{index}"))
-    return states
-
-
-def _stored_layer(writer: CheckpointWriter, layer: Layer) -> dict[str, Tensor]:
-    """A journaled layer as float32 tensors under their source names."""
-    stored = writer.read_unit(f"layer.{layer.index}")
-    tensors: dict[str, Tensor] = {}
-    for spec in layer.linears:
-        if f"{spec.module}.weight_packed" in stored:
-            tensors[f"{spec.module}.weight"] = native.decode(spec.module, stored).dequantize()
-    names = layer.tensor_shapes()
-    tensors |= {name: tensor.to(torch.float32) for name, tensor in stored.items() if name in names}
-    return tensors
-
-
-def _measure(job: Job, layer: Layer, states: HiddenStates, step: Callable[[int], None]) -> dict[str, SiteStatistics]:
-    """Statistics of every site that has a quantized linear, over all windows, with the layer in float."""
-    schemes = job.assignment.schemes
-    sites = [s.name for s in layer.sites if any(layer.linear(role).module in schemes for role in s.linears)]
-    collector = StatisticsCollector(sites)
-    running = _build(job, layer, _load(job, layer))
-    for done, _ in enumerate(run_layer(running, states.windows(), layer.index, collector.observe)):
-        step(done + 1)
-    statistics = collector.finish()
-    for site, measured in statistics.items():
-        if not bool(torch.isfinite(measured.hessian.diagonal()).all()):
-            raise NumericError(
-                f"layer {layer.index}: the input of {site} holds NaN, infinity or values whose squares leave float32; "
-                "scan the source's weights with inspect --scan"
-            )
-        # Replaced one by one, so that only one Gram matrix is held twice.
-        statistics[site] = replace(measured, hessian=shrink_hessian(measured.hessian, measured.tokens))
-    return statistics
-
-
-def _load(job: Job, layer: Layer) -> dict[str, Tensor]:
-    tensors = load_layer(job.source, job.arch, layer.index, job.device, torch.float32)
-    for name, tensor in tensors.items():
-        _require_finite(name, tensor)
-    return tensors
-
-
-def _require_finite(name: str, tensor: Tensor) -> None:
-    """NaN would spread through its group, and infinity would come out as a large number that no scan finds later."""
-    if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-        first = (~torch.isfinite(tensor)).nonzero()[0].tolist()
-        raise NumericError(
-            f"tensor {name} of the source holds NaN or infinity, first at {first}; inspect --scan lists all of them"
-        )
-
-
-def _build(job: Job, layer: Layer, tensors: dict[str, Tensor]) -> DecoderLayer:
-    """The layer as it runs: in the compute dtype, on the device."""
-    return build_layer(job.arch, layer.index, {n: t.to(job.device, job.dtype) for n, t in tensors.items()})
-
-
-def _solve(job: Job, layer: Layer, statistics: dict[str, SiteStatistics], probe: Tensor | None) -> LayerResult:
-    schemes = {
-        spec.module: job.assignment.schemes[spec.module]
-        for spec in layer.linears
-        if spec.module in job.assignment.schemes
-    }
-    storage = {name: job.source.tensors[name].dtype for name in layer.tensor_shapes()}
-    return quantize_layer(job.arch, layer, lambda: _load(job, layer), statistics, schemes, storage, job.recipe, probe)
+    def end(self, error: float | None) -> None:
+        self._done = sum(self._counts[: self._index + 1])
+        self._tell(Event("solve", self._done, self._total, self._layer, error))
 
 
 def _mean_error(record: dict[str, Any]) -> float | None:

@@ -8,7 +8,7 @@ relative change above 1e-4 undoes all folds of the layer and is reported.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float, Int
@@ -31,11 +31,23 @@ from cann_llm_quant.quant.scheme import Scheme
 
 @dataclass(frozen=True)
 class Smoothed:
-    """A layer's float32 tensors after folding, statistics of the folded inputs, and each searched site's result."""
+    """A layer's float32 tensors after folding, statistics of the folded inputs, and each searched site's result.
+
+    `columns` is what the input columns of each folded site's linears were multiplied by, `rows` what the rows of
+    linears (by module) were divided by.
+    """
 
     tensors: dict[str, Tensor]
     statistics: dict[str, SiteStatistics]
     searched: dict[str, ScaleResult]
+    columns: dict[str, Tensor] = field(default_factory=dict)
+    rows: dict[str, Tensor] = field(default_factory=dict)
+
+    def fold_error(self, module: str, site: str, error: Float[Tensor, "out in"]) -> Float[Tensor, "out in"]:
+        """An error of the source's weight as it shows in the folded weight."""
+        if site in self.columns:
+            error = multiply_columns(error, self.columns[site])
+        return divide_rows(error, None, self.rows[module])[0] if module in self.rows else error
 
 
 def smooth_layer(
@@ -55,6 +67,8 @@ def smooth_layer(
     """
     folded, measured = tensors, dict(statistics)
     searched: dict[str, ScaleResult] = {}
+    columns: dict[str, Tensor] = {}
+    rows: dict[str, Tensor] = {}
     pairs = [s for s in layer.sites if s.producer is not None and s.name in measured]
     for site in sorted(pairs, key=lambda s: s.producer is not None and s.producer.kind == "norm"):
         quantized = [m for m in (layer.linear(role).module for role in site.linears) if m in schemes]
@@ -69,7 +83,10 @@ def smooth_layer(
             name = f"{layer.linear(role).module}.weight"
             folded[name] = multiply_columns(folded[name], factor)
         measured[site.name] = _rescale(measured[site.name], factor)
-    return Smoothed(folded, measured, searched)
+        columns[site.name] = factor
+        if site.producer is not None and site.producer.kind == "linear":
+            rows[layer.linear(site.producer.role).module] = _producer_rows(arch, site, factor)
+    return Smoothed(folded, measured, searched, columns, rows)
 
 
 def _search(
@@ -142,13 +159,18 @@ def _fold_producer(
         tensors[name] = stored.to(torch.float32)
         return divided
     module = layer.linear(producer.role).module
-    tie = _shared_rows(arch, site)
-    rows = factor if tie is None else spread_rows(factor, tie.to(factor.device))
+    rows = _producer_rows(arch, site, factor)
     bias = tensors.get(f"{module}.bias")
     tensors[f"{module}.weight"], scaled_bias = divide_rows(tensors[f"{module}.weight"], bias, rows)
     if scaled_bias is not None:
         tensors[f"{module}.bias"] = scaled_bias
     return factor
+
+
+def _producer_rows(arch: Arch, site: Site, factor: Float[Tensor, " in"]) -> Float[Tensor, " rows"]:
+    """The factor of every row of the linear that produces the site's input."""
+    tie = _shared_rows(arch, site)
+    return factor if tie is None else spread_rows(factor, tie.to(factor.device))
 
 
 def _rescale(statistics: SiteStatistics, factor: Float[Tensor, " in"]) -> SiteStatistics:

@@ -13,13 +13,14 @@ The last columns of a block receive its errors at once, in one product ("lazy ba
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Float, Int, Int8
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from cann_llm_quant.quant.scheme import Scheme
+from cann_llm_quant.quant.number_formats import nearest_, to_codes
+from cann_llm_quant.quant.scheme import QuantizedTensor, row_scales
 
 _BLOCK = 64
 _DAMPING_TRIES = 4
@@ -36,12 +37,17 @@ class Factor:
     order: Int[Tensor, " in"]
     damping: float
 
+    @property
+    def broken_pivots(self) -> int:
+        """Columns whose diagonal of U cannot be divided by."""
+        return sum(pivot is None for pivot in _usable_pivots(self.upper.diagonal()))
+
 
 def factorize(hessian: Float[Tensor, "in in"], damping: float = 0.01) -> Factor | None:
     """Order and factor of a Hessian plus `damping * mean(diagonal)` on its diagonal.
 
-    Where the factorization fails (fewer tokens than columns, repeated columns) the damping is raised tenfold, up to four
-    times. None when there is nothing to factorize: a Hessian of zeros, or one that stays singular.
+    Where the factorization fails (fewer tokens than columns, repeated columns) the damping is raised tenfold, up to
+    four times. None when there is nothing to factorize: a Hessian of zeros, or one that stays singular.
     """
     h = hessian.to(torch.float32)
     mean = float(h.diagonal().mean(dtype=torch.float64))
@@ -67,55 +73,55 @@ def _inverse_factor(h: Tensor) -> Tensor | None:
     return None if int(failed) or not bool(torch.isfinite(upper).all()) else upper
 
 
-def feedback_codes(
-    w: Float[Tensor, "out in"],
-    factor: Factor,
-    scale: Float[Tensor, "rows groups"],
-    zero_point: Int8[Tensor, "rows groups"] | None,
-    scheme: Scheme,
-) -> Int8[Tensor, "out in"]:
-    """Codes of `w` on a fixed grid, each column's error passed on to the columns that come after it.
+def feed_back(rounded: QuantizedTensor, w: Float[Tensor, "out in"], factor: Factor) -> QuantizedTensor:
+    """`w` on the grid of `rounded`, each column's error passed on to the columns that come after it.
 
     A column whose pivot underflowed is rounded but passes nothing on. Rows do not depend on one another, so matrices of
     one site may be stacked.
     """
     out, columns = w.shape
+    dtype = rounded.scheme.dtype
     # Columns lie contiguous: the loop below touches them one by one.
     work = w.to(torch.float32)[:, factor.order].T.contiguous()
-    steps, zeros = column_grid(scale, zero_point, out)
-    group = (factor.order // (columns // steps.shape[0])).tolist()
+    steps, zeros = column_grid(rounded)
+    group = (factor.order // rounded.scheme.columns_per_scale(columns)).tolist()
     pivots = _usable_pivots(factor.upper.diagonal())
-    codes = torch.empty(columns, out, dtype=torch.int8, device=w.device)
+    values = torch.empty_like(work)
     for begin in range(0, columns, _BLOCK):
         end = min(begin + _BLOCK, columns)
         upper = factor.upper[begin:end]
         errors = torch.zeros(end - begin, out, dtype=torch.float32, device=w.device)
         for j in range(begin, end):
-            step = steps[group[j]]
-            q = torch.div(work[j], step)
-            if zeros is not None:
-                q += zeros[group[j]]
-            codes[j] = q.round_().clamp_(scheme.qmin, scheme.qmax)
-            if pivots[j] is None:
+            step, zero, pivot = steps[group[j]], None if zeros is None else zeros[group[j]], pivots[j]
+            value = _round_column(work[j], step, zero, dtype)
+            values[j] = value
+            if pivot is None:
                 continue
-            if zeros is not None:
-                q -= zeros[group[j]]
-            error = torch.addcmul(work[j], q, step, value=-1.0).div_(pivots[j])
+            if zero is not None:
+                value = value - zero
+            error = torch.addcmul(work[j], value, step, value=-1.0).div_(pivot)
             errors[j - begin] = error
             work[j + 1 : end].addr_(upper[j - begin, j + 1 : end], error, alpha=-1.0)
         work[end:].addmm_(upper[:, end:].T, errors, alpha=-1.0)
-    result = torch.empty_like(codes)
-    result[factor.order] = codes
-    return result.T.contiguous()
+    placed = torch.empty_like(values)
+    placed[factor.order] = values
+    return replace(rounded, codes=to_codes(placed.T.contiguous(), dtype))
 
 
 def column_grid(
-    scale: Float[Tensor, "rows groups"], zero_point: Int8[Tensor, "rows groups"] | None, out: int
+    weight: QuantizedTensor,
 ) -> tuple[Float[Tensor, "groups out"], Float[Tensor, "groups out"] | None]:
-    """Scale and zero point as float32 with groups first, one entry for each of `out` rows."""
-    steps = scale.to(torch.float32).expand(out, -1).T.contiguous()
-    zeros = None if zero_point is None else zero_point.to(torch.float32).expand(out, -1).T.contiguous()
-    return steps, zeros
+    """Scale and zero point as float32 with groups first, one entry for each row."""
+    out = weight.codes.shape[0]
+    steps = row_scales(weight.scale, weight.scheme, out).T.contiguous()
+    if weight.zero_point is None:
+        return steps, None
+    return steps, weight.zero_point.to(torch.float32).expand(out, -1).T.contiguous()
+
+
+def _round_column(w: Tensor, step: Tensor, zero: Tensor | None, dtype: str) -> Tensor:
+    value = torch.div(w, step)
+    return nearest_(value if zero is None else value.add_(zero), dtype)
 
 
 def _usable_pivots(diagonal: Tensor) -> list[float | None]:

@@ -1,0 +1,109 @@
+"""One decoder layer by error feedback: smooth, then walk through it site by site, solving each on what it really gets.
+
+See calibrate/stages.py for the walk and quant/drift.py for what a site aims at. The layer that walks is the one that is
+stored: norms and linears kept in float are rounded to their stored type before anything is measured.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cann_llm_quant.calibrate.moments import SiteMoments
+from cann_llm_quant.calibrate.stages import StagedLayer
+from cann_llm_quant.export import native
+from cann_llm_quant.models.arch import Layer
+from cann_llm_quant.models.decoder import DecoderLayer, DenseLinear
+from cann_llm_quant.pipeline.layer import LayerResult, linear_entry
+from cann_llm_quant.pipeline.layer_tensors import layer_schemes, storage_dtypes
+from cann_llm_quant.pipeline.linear import SolvedLinear
+from cann_llm_quant.pipeline.measure import trusted_moments
+from cann_llm_quant.pipeline.prepare import Job
+from cann_llm_quant.pipeline.site import FloatLinear, solve_site
+from cann_llm_quant.pipeline.smoothing import Smoothed
+from cann_llm_quant.quant import rtn
+from cann_llm_quant.quant.grid import choose_scale_dtype
+from cann_llm_quant.quant.scheme import Scheme
+
+
+class FeedbackLayer:
+    """Collects a layer's result while its sites are solved one after another.
+
+    `source` are the layer's float32 tensors, `smoothed` the same after folding (the very same where nothing was
+    folded); `running` is the layer that walks, whose linears are replaced.
+    """
+
+    def __init__(
+        self, job: Job, layer: Layer, source: Mapping[str, Tensor], smoothed: Smoothed, running: DecoderLayer
+    ) -> None:
+        self._job, self._layer, self._source, self._smoothed, self._running = job, layer, source, smoothed, running
+        self._schemes, self._storage = layer_schemes(job, layer), storage_dtypes(job, layer)
+        self._stored: dict[str, Tensor] = {}
+        self._linears: dict[str, dict[str, Any]] = {}
+        self._warnings: tuple[str, ...] = ()
+
+    def solve(self, staged: StagedLayer) -> LayerResult:
+        """Walk the layer and solve every site; returns what is stored and recorded."""
+        for measured in staged.sites():
+            for site, moments in measured.items():
+                self._solve_site(site, moments)
+        for module in self._schemes.keys() - self._linears.keys():
+            # Experts that no token was routed to.
+            scheme, weight = self._schemes[module], self._smoothed.tensors[f"{module}.weight"]
+            dtype = choose_scale_dtype(weight, scheme, self._storage[f"{module}.weight"])
+            solved = SolvedLinear(rtn.solve(weight, scheme, dtype, clip="mse"), None)
+            self._take(self._role(module), module, solved, None, None)
+        kept = {n: t for n, t in self._smoothed.tensors.items() if n.removesuffix(".weight") not in self._schemes}
+        stored = self._stored | {name: tensor.to(self._storage[name]) for name, tensor in kept.items()}
+        linears = {module: self._linears[module] for module in self._schemes}
+        record = {"kept": len(kept), "linears": linears, "warnings": list(self._warnings)}
+        return LayerResult(stored, {}, record)
+
+    def _solve_site(self, site: str, moments: SiteMoments) -> None:
+        roles = next(s.linears for s in self._layer.sites if s.name == site)
+        modules = {self._layer.linear(role).module: role for role in roles}
+        linears = {
+            module: self._float_linear(module, site, self._schemes[module])
+            for module in modules
+            if module in self._schemes
+        }
+        if not linears:
+            return
+        solved = solve_site(linears, trusted_moments(self._layer, site, moments), self._job.recipe.effort_plan)
+        self._warnings += solved.warnings
+        for module, linear in solved.linears.items():
+            self._take(modules[module], module, linear, solved.plain[module], moments.tokens)
+
+    def _float_linear(self, module: str, site: str, scheme: Scheme) -> FloatLinear:
+        name = f"{module}.weight"
+        source, folded = self._source[name], self._smoothed.tensors[name]
+        plain = rtn.solve(source, scheme, choose_scale_dtype(source, scheme, self._storage[name]))
+        error = self._smoothed.fold_error(module, site, plain.dequantize().sub_(source))
+        return FloatLinear(folded, error, scheme, choose_scale_dtype(folded, scheme, self._storage[name]))
+
+    def _role(self, module: str) -> str:
+        return next(spec.role for spec in self._layer.linears if spec.module == module)
+
+    def _take(self, role: str, module: str, linear: SolvedLinear, plain: float | None, tokens: int | None) -> None:
+        self._stored |= native.encode(module, linear.weight)
+        self._linears[module] = linear_entry(linear, plain, tokens)
+        old = self._running.linears[role]
+        bias = old.bias if isinstance(old, DenseLinear) else None
+        weight = linear.weight.dequantize().to(self._job.device, self._job.dtype)
+        self._linears_of_running()[role] = DenseLinear(weight, bias)
+
+    def _linears_of_running(self) -> dict[str, Any]:
+        linears = self._running.linears
+        assert isinstance(linears, dict)
+        return linears
+
+
+def stored_precision(
+    tensors: Mapping[str, Tensor], schemes: Mapping[str, Scheme], storage: Mapping[str, torch.dtype]
+) -> dict[str, Tensor]:
+    """The layer's float32 tensors with all that is not quantized rounded to its stored type."""
+    return {
+        name: tensor if name.removesuffix(".weight") in schemes else tensor.to(storage[name]).to(torch.float32)
+        for name, tensor in tensors.items()
+    }

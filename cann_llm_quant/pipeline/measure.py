@@ -1,0 +1,46 @@
+"""Statistics of a float layer's sites on the activations that the quantized layers before it produce."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from cann_llm_quant.calibrate.moments import SiteMoments
+from cann_llm_quant.calibrate.statistics import SiteStatistics, StatisticsCollector
+from cann_llm_quant.calibrate.stream import HiddenStates, run_layer
+from cann_llm_quant.errors import NumericError
+from cann_llm_quant.models.arch import Layer
+from cann_llm_quant.pipeline.layer_tensors import build_running, load_float, quantized_sites
+from cann_llm_quant.pipeline.prepare import Job
+from cann_llm_quant.quant.shrinkage import shrink_hessian
+
+
+def measure(job: Job, layer: Layer, states: HiddenStates, step: Callable[[], None]) -> dict[str, SiteStatistics]:
+    """Statistics of every site that has a quantized linear, over all windows, with the layer in float.
+
+    Raises NumericError naming the site whose input is not finite.
+    """
+    collector = StatisticsCollector(quantized_sites(job, layer))
+    running = build_running(job, layer, load_float(job, layer))
+    for _ in run_layer(running, states.windows(), layer.index, collector.observe):
+        step()
+    statistics = collector.finish()
+    for site, measured in statistics.items():
+        # Replaced one by one, so that only one Gram matrix is held twice.
+        statistics[site] = replace(measured, hessian=_trusted(layer, site, measured.hessian, measured.tokens))
+    return statistics
+
+
+def trusted_moments(layer: Layer, site: str, moments: SiteMoments) -> SiteMoments:
+    """The moments with the Hessian shrunk for want of tokens. Raises NumericError when the input is not finite."""
+    return replace(moments, hessian=_trusted(layer, site, moments.hessian, moments.tokens))
+
+
+def _trusted(layer: Layer, site: str, hessian: Tensor, tokens: int) -> Tensor:
+    if not bool(torch.isfinite(hessian.diagonal()).all()):
+        raise NumericError(
+            f"layer {layer.index}: the input of {site} holds NaN, infinity or values whose squares leave float32; "
+            "scan the source's weights with inspect --scan"
+        )
+    return shrink_hessian(hessian, tokens)
