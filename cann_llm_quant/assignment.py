@@ -23,6 +23,7 @@ from cann_llm_quant.quant.scheme import (
 from cann_llm_quant.recipe import ActivationFormat, Recipe, WeightScheme, compile_pattern
 
 AUTO_GROUP = 128
+TABLE_SCHEME = Scheme("int8", True, "channel", None)
 _GROUPED_TYPES: dict[str, tuple[ActivationType, int]] = {
     "mxfp8": ("fp8_e4m3", MX_GROUP),
     "mxfp4": ("fp4_e2m1", MX_GROUP),
@@ -36,6 +37,7 @@ class Assignment:
 
     `schemes` by module name for what is quantized, `kept` with the reason for what stays in float. `activations` has
     the linears among `schemes` whose input is quantized too, `ranges` how those of them are measured that are stored.
+    `tables` has the embedding where it is among `schemes`, with the modules that read it: itself and a tied head.
     """
 
     schemes: dict[str, Scheme]
@@ -44,34 +46,78 @@ class Assignment:
     warnings: tuple[str, ...] = ()
     activations: dict[str, ActivationScheme] = field(default_factory=dict)
     ranges: dict[str, ActivationFormat] = field(default_factory=dict)
+    tables: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+def head_linear(arch: Arch) -> LinearSpec:
+    """The output head as a linear; a tied one has no tensor of its own."""
+    return LinearSpec("head", arch.head_module, arch.vocab_size, arch.hidden_size)
 
 
 def assign(arch: Arch, recipe: Recipe, *, allow_empty_pattern: bool = False, tensor_parallel: int = 1) -> Assignment:
-    """Resolve the recipe for every linear of the model, its head included.
+    """Resolve the recipe for every linear of the model, its head and its embedding included.
 
     Raises UsageError for a pattern without a match, a group size that misfits (`on_misfit="error"`) or a recipe that
     leaves nothing to quantize.
     """
     linears = [spec for layer in arch.layers for spec in layer.linears]
-    names = [spec.module for spec in linears] + [arch.head_module]
-    kept = {arch.head_module: "output head"}
-    kept |= {spec.module: "router or gate" for spec in linears if not spec.quantizable}
-    wanted, hits = _apply_rules(names, kept, recipe, allow_empty_pattern)
+    tables = _tables(arch, recipe)
+    shared_head = any(arch.head_module in readers for readers in tables.values())
+    names = [spec.module for spec in linears] + ([] if shared_head else [arch.head_module])
+    kept = {spec.module: "router or gate" for spec in linears if not spec.quantizable}
+    if recipe.head is None and not shared_head:
+        kept[arch.head_module] = "output head"
+    never = kept | {arch.head_module: "output head; see --head-bits"}
+    wanted, hits = _apply_rules(names, never, recipe, allow_empty_pattern)
+    if recipe.head is not None and not shared_head:
+        linears.append(head_linear(arch))
+        if wanted[arch.head_module] != "skip":
+            wanted[arch.head_module] = recipe.head
     kept |= {name: "skipped by a rule" for name in names if name not in kept and wanted[name] == "skip"}
     warnings = _expand_fusion_groups(arch, wanted, kept) if recipe.expand_fusion_groups else _split_groups(arch, wanted)
     schemes, misfits, rows = _fit(linears, wanted, kept, recipe)
     if misfits and recipe.on_misfit == "error":
         raise UsageError(_misfit_message(misfits))
+    schemes |= dict.fromkeys(tables, TABLE_SCHEME)
     if not schemes:
         raise UsageError("the rules leave nothing to quantize; every linear is skipped or does not fit")
     if rows:
         warnings.append(
             f"no group size fits {len(rows)} linears, they get one scale a row: {rows[0]}{' …' if rows[1:] else ''}"
         )
-    warnings += _loading_warnings(schemes, kept, linears)
+    warnings += _loading_warnings(schemes, kept, linears) + _table_warnings(tables)
     warnings += _tensor_parallel_warnings(arch, schemes, tensor_parallel)
     activations, ranges = _inputs(linears, wanted, schemes)
-    return Assignment(schemes, kept, hits, tuple(warnings), activations, ranges)
+    return Assignment(schemes, kept, hits, tuple(warnings), activations, ranges, tables)
+
+
+def _tables(arch: Arch, recipe: Recipe) -> dict[str, tuple[str, ...]]:
+    """The embedding with its readers, where it is to be quantized; a tied head goes with it.
+
+    Raises UsageError for a tied head in another scheme than the embedding can have (C21).
+    """
+    embedding = arch.embedding_name.removesuffix(".weight")
+    if not arch.tied_head:
+        return {} if recipe.embedding is None else {embedding: (embedding,)}
+    head = recipe.head
+    if head is not None and (head.bits, head.group_size, head.symmetric) != (8, -1, True):
+        raise UsageError(
+            f"{arch.head_module} is tied to {embedding}, whose matrix is stored as symmetric int8 with one scale a row "
+            "or in float; use --head-bits 8, or leave the head in float"
+        )
+    return {} if head is None and recipe.embedding is None else {embedding: (embedding, arch.head_module)}
+
+
+def _table_warnings(tables: Mapping[str, tuple[str, ...]]) -> list[str]:
+    """What becomes of a quantized embedding: it is shared with a tied head, and few readers know it."""
+    warnings = []
+    for table, readers in tables.items():
+        if len(readers) > 1:
+            warnings.append(f"{readers[1]} is tied to {table}: one int8 matrix serves both")
+        warnings.append(
+            f"{table} is quantized: transformers 5.24 loads it (not with dequantize=True), vLLM and SGLang do not"
+        )
+    return warnings
 
 
 def _apply_rules(
@@ -93,7 +139,7 @@ def _apply_rules(
                 )
             if matched and rule.scheme != "skip" and all(name in never for name in matched):
                 raise UsageError(
-                    f"pattern {pattern!r} asks to quantize {matched[0]}, which stays in float "
+                    f"pattern {pattern!r} asks to quantize {matched[0]}, which rules cannot "
                     f"({never[matched[0]]}); drop the rule"
                 )
     return wanted, hits
