@@ -7,6 +7,7 @@ import pytest
 from cann_llm_quant.assignment import assign
 from cann_llm_quant.errors import UsageError
 from cann_llm_quant.models.arch import Arch, Layer, LinearSpec, Rope
+from cann_llm_quant.quant.scheme import Scheme
 from cann_llm_quant.recipe import Recipe, Rule, WeightScheme
 
 
@@ -102,7 +103,7 @@ def test_rules_that_leave_nothing_are_refused() -> None:
 
 
 def test_c21_rules_for_the_head_are_refused_but_wide_patterns_pass_over_it() -> None:
-    with pytest.raises(UsageError, match=r"lm_head.*stays in float \(output head\)"):
+    with pytest.raises(UsageError, match=r"lm_head, which rules cannot \(output head; see --head-bits\)"):
         assign(make_arch(), Recipe(rules=(Rule(match=("lm_head",), scheme=WeightScheme(bits=8)),)))
     assert assign(make_arch(), Recipe(rules=(Rule(match=("glob:*",), scheme=WeightScheme(bits=8)),))).schemes
 
@@ -133,3 +134,43 @@ def test_experts_share_one_automatic_group_size_and_differing_ones_are_warned_of
     assert schemes["model.layers.0.self_attn.q_proj"].group_size == 128
     skip = Recipe(rules=(Rule(match=("glob:*.experts.0.down_proj",), scheme="skip"),))
     assert "1 of 2 experts' linears stay in float" in assign(arch, skip).warnings[-1]
+
+
+INT8 = WeightScheme(bits=8, group_size=-1)
+
+
+def test_head_and_embedding_are_quantized_only_when_asked() -> None:
+    head, embedding = "lm_head", "model.embed_tokens"
+    plain = assign(make_arch(), Recipe())
+    assert plain.kept[head] == "output head"
+    assert plain.tables == {}
+    assert embedding not in plain.schemes
+    both = assign(make_arch(), Recipe(head=WeightScheme(bits=4), embedding=INT8))
+    assert both.schemes[head] == Scheme("int4", True, "group", 64)
+    assert both.schemes[embedding] == Scheme("int8", True, "channel", None)
+    assert both.tables == {embedding: (embedding,)}
+    assert not {head, embedding} & both.kept.keys()
+    assert any("transformers 5.24 loads it" in warning for warning in both.warnings)
+
+
+def test_c21_a_tied_head_shares_the_embeddings_matrix_or_is_refused() -> None:
+    tied = replace(make_arch(), tied_head=True)
+    for recipe in (Recipe(head=INT8), Recipe(embedding=INT8), Recipe(head=INT8, embedding=INT8)):
+        found = assign(tied, recipe)
+        assert found.tables == {"model.embed_tokens": ("model.embed_tokens", "lm_head")}
+        assert "lm_head" not in found.schemes
+        assert "lm_head" not in found.kept
+        assert any("one int8 matrix serves both" in warning for warning in found.warnings)
+    with pytest.raises(UsageError, match=r"lm_head is tied to model\.embed_tokens.*--head-bits 8"):
+        assign(tied, Recipe(head=WeightScheme(bits=4)))
+    assert assign(tied, Recipe()).kept["lm_head"] == "output head"
+
+
+def test_c22_rules_may_skip_a_head_but_not_give_it_a_scheme() -> None:
+    skip = Rule(match=("lm_head",), scheme="skip")
+    assert assign(make_arch(), Recipe(head=INT8, rules=(skip,))).kept["lm_head"] == "skipped by a rule"
+    wider = Rule(match=("lm_head",), scheme=WeightScheme(bits=4))
+    with pytest.raises(UsageError, match=r"lm_head.*--head-bits"):
+        assign(make_arch(), Recipe(head=INT8, rules=(wider,)))
+    everything = Rule(match=("glob:*",), scheme=WeightScheme(bits=8, group_size=16))
+    assert assign(make_arch(), Recipe(head=INT8, rules=(everything,))).schemes["lm_head"].group_size is None

@@ -64,3 +64,19 @@ def test_c54_patterns_match_whole_names_only() -> None:
     assert [n for n in names if compile_pattern("*.gate_proj")(n)] == []
     with pytest.raises(UsageError, match="position 1"):
         compile_pattern("re:a(")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("embedding", {"bits": 4, "group_size": -1}, "one scale a row"),
+        ("embedding", {"bits": 8, "group_size": 32}, "one scale a row"),
+        ("head", {"type": "fp8", "group_size": "tensor"}, "stored as integers"),
+        ("head", {"bits": 8, "activations": {"type": "int8"}}, "stays in float"),
+    ],
+)
+def test_schemes_that_a_head_or_an_embedding_cannot_have_are_refused(
+    field: str, value: dict[str, object], message: str
+) -> None:
+    with pytest.raises(UsageError, match=rf"field {field}.*{message}"):
+        validate_recipe({field: value}, "the recipe")
