@@ -8,6 +8,7 @@ import typer
 
 from cann_llm_quant.cli.options import AllowPickle, Debug, Device, Dtype, Json, Model, Revision, parse_size
 from cann_llm_quant.cli.progress import show_progress
+from cann_llm_quant.cli.scheme_names import named_schemes
 from cann_llm_quant.cli.terminal import Reply, print_facts, printable
 from cann_llm_quant.errors import UsageError
 
@@ -81,7 +82,7 @@ def sensitivity(
 
     request = SensitivityRequest(
         calibration=Calibration(data=tuple(data or ("default",)), samples=samples, length=seq_len, seed=seed),
-        candidates=DEFAULT_CANDIDATES if schemes is None else named_schemes(schemes),
+        candidates=DEFAULT_CANDIDATES if schemes is None else named_schemes(schemes, "--schemes"),
         solver="rounding" if rounding else "feedback",
         measured=measure,
     )
@@ -94,24 +95,6 @@ def sensitivity(
     if output is not None:
         save_sensitivity(result, output)
     Reply(json).result(result.document(), lambda console: draw(console, result, top, output))
-
-
-def named_schemes(text: str) -> tuple[str, ...]:
-    """The schemes of a list such as `W4g64,W8`, each once.
-
-    Raises UsageError for a name that is none.
-    """
-    from cann_llm_quant.recipe import parse_candidate
-
-    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    if not names:
-        raise UsageError("--schemes names no scheme; write for example W4g64,W8")
-    for name in names:
-        try:
-            parse_candidate(name)
-        except ValueError as error:
-            raise UsageError(f"--schemes: {error}") from error
-    return names
 
 
 def draw(console: "Console", result: "Sensitivity", top: int, output: Path | None) -> None:
