@@ -5,13 +5,24 @@ classes; a test fails when they differ.
 """
 
 import json
+from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from cann_llm_quant.errors import CheckpointError
+from cann_llm_quant.export.native import Layout
+from cann_llm_quant.quant.scheme import (
+    ActivationScheme,
+    ActivationStrategy,
+    ActivationType,
+    ScaleType,
+    Scheme,
+    Strategy,
+    WeightType,
+)
 
 FILE_NAME = "inference_config.json"
 
@@ -21,13 +32,33 @@ class _Section(BaseModel):
 
 
 class WeightFormat(_Section):
-    """One weight scheme: `w ~ (codes - zero_point) * scale`."""
+    """One weight scheme: `w ~ (value(code) - zero_point) * scale`.
 
-    dtype: Literal["int4", "int8"]
+    Codes of floats are numbers of 8 bits (fp8_e4m3) or 4 (fp4_e2m1). Scales of the type e8m0 are powers of two; those
+    of the type e4m3 are divided by one float32 number of the matrix.
+    """
+
+    dtype: WeightType
     symmetric: bool
-    strategy: Literal["channel", "group"]
+    strategy: Strategy
     group_size: int | None
-    scale_dtype: Literal["bfloat16", "float16", "float32"]
+    scale_type: ScaleType = "float"
+    scale_dtype: Literal["bfloat16", "float16", "float32", "float8_e8m0fnu", "float8_e4m3fn"]
+
+    @classmethod
+    def of(cls, scheme: Scheme, scale_dtype: str) -> "WeightFormat":
+        """For a scheme; `scale_dtype` is what its scales were found to fit in, where the scheme leaves that open."""
+        stored = {"e8m0": "float8_e8m0fnu", "e4m3": "float8_e4m3fn"}.get(scheme.scale_type, scale_dtype)
+        return cls.model_validate({**asdict(scheme), "scale_dtype": stored})
+
+    def scheme(self) -> Scheme:
+        """The scheme as a value. Raises UsageError when its parts contradict each other."""
+        return Scheme(self.dtype, self.symmetric, self.strategy, self.group_size, self.scale_type)
+
+    def key(self) -> str:
+        """A name for this format that no other one has."""
+        label = self.scheme().label()
+        return label if self.scale_type != "float" else f"{label}-{self.scale_dtype}"
 
 
 class Weights(_Section):
@@ -36,11 +67,44 @@ class Weights(_Section):
     `linears` maps a module to a key of `schemes`, `float` names the others with the reason.
     """
 
-    layout: Literal["pack-quantized"] = "pack-quantized"
+    layout: Layout | Literal["mixed-precision"] = "pack-quantized"
     schemes: dict[str, WeightFormat]
     linears: dict[str, str]
     float_: dict[str, str] = Field(alias="float")
     bits_per_weight: float = Field(description="stored bits per quantized weight, scales and zero points included")
+
+    @model_validator(mode="after")
+    def _schemes_exist(self) -> "Weights":
+        for module, key in self.linears.items():
+            if key not in self.schemes:
+                raise ValueError(f"{module} has scheme {key}, which is not among the schemes")
+        return self
+
+
+class InputFormat(_Section):
+    """How inputs of linears are quantized: ranges of each input (`dynamic`), or the stored `input_scale`."""
+
+    dtype: ActivationType
+    symmetric: bool
+    dynamic: bool
+    strategy: ActivationStrategy
+    group_size: int | None = None
+
+    @classmethod
+    def of(cls, scheme: ActivationScheme) -> "InputFormat":
+        """For a scheme."""
+        return cls.model_validate(asdict(scheme))
+
+    def scheme(self) -> ActivationScheme:
+        """The scheme as a value. Raises UsageError when its parts contradict each other."""
+        return ActivationScheme(self.dtype, self.symmetric, self.dynamic, self.strategy, self.group_size)
+
+
+class Inputs(_Section):
+    """Linears whose inputs are quantized: a module to a key of `schemes`; inputs of the others stay in float."""
+
+    schemes: dict[str, InputFormat] = Field(default_factory=dict)
+    linears: dict[str, str] = Field(default_factory=dict)
 
 
 class KvCache(_Section):
@@ -92,12 +156,23 @@ class InferenceConfig(_Section):
     format_version: Literal[1] = 1
     model_type: str
     weights: Weights
+    inputs: Inputs = Inputs()
     kv_cache: KvCache = KvCache()
     limits: Limits
     accounting: Accounting
     provenance: Provenance
     linears: dict[str, LinearReport] = Field(description="errors measured during quantization")
     results: dict[str, Any] = Field(default_factory=dict, description="evaluation results added later")
+
+    def scheme_of(self, module: str) -> Scheme | None:
+        """The weight scheme of a linear, None when it is stored in float."""
+        key = self.weights.linears.get(module)
+        return None if key is None else self.weights.schemes[key].scheme()
+
+    def activations_of(self, module: str) -> ActivationScheme | None:
+        """How the input of a linear is quantized, None when it stays in float."""
+        key = self.inputs.linears.get(module)
+        return None if key is None else self.inputs.schemes[key].scheme()
 
     def to_json(self) -> bytes:
         """The document as UTF-8 JSON, stable key order."""

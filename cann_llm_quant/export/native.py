@@ -1,158 +1,192 @@
-"""The native layout: compressed-tensors `pack-quantized`, which transformers, vLLM and SGLang read as well.
+"""The native layouts: those of compressed-tensors, which transformers, vLLM and SGLang read as well.
 
-For a linear W [out, in] with b bits and G groups a row (source: the compressed-tensors format, checked against its
-own reader):
+Stored tensors of a linear W [out, in] with G groups a row (source: the compressed-tensors formats, checked against its
+own reader). Every layout has `<module>.weight_scale`, `[out, G]`, `[out, 1]` per channel, `[1]` per tensor,
+`[ceil(out/128), ceil(in/128)]` for tiles; a float type unless stated.
 
-    <module>.weight_packed      int32 [out, ceil(in*b/32)]   little-endian stream of codes + 2^(b-1) along the row
-    <module>.weight_scale       source dtype [out, G]        [out, 1] per channel
-    <module>.weight_zero_point  int32 [ceil(out*b/32), G]    asymmetric only; packed the same way, along the rows
-    <module>.weight_shape       int64 [2]                    (out, in)
+    pack-quantized        weight_packed int32 [out, ceil(in*b/32)]  a row's codes + 2^(b-1), a little-endian stream
+      int2 … int8         weight_zero_point int32 [ceil(out*b/32), G]  asymmetric only; packed alike, along the rows
+                          weight_shape int64 [2]
+    int-quantized         weight int8 [out, in], weight_zero_point int8 like the scale (asymmetric only)
+      int8 with int8 activations
+    float-quantized       weight float8_e4m3fn [out, in]
+    mxfp8-quantized       weight float8_e4m3fn [out, in]; the scale is uint8, 2^(byte - 127)
+    mxfp4-pack-quantized  weight_packed uint8 [out, in/2], even columns in the low nibbles; the scale as above
+    nvfp4-pack-quantized  weight_packed as above; the scale is float8_e4m3fn, to be divided by weight_global_scale
+                          float32 [1]
 
-    W ~ (codes - zero_point) * scale
+One scale per tensor is written as one per row in `pack-quantized`, whose readers know no other.
 """
 
-import re
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from cann_llm_quant.checkpoint.base import Checkpoint
 from cann_llm_quant.errors import CheckpointError
-from cann_llm_quant.quant.number_formats import INT_BITS
-from cann_llm_quant.quant.pack import pack_int32, unpack_int32
-from cann_llm_quant.quant.scheme import QuantizedTensor, Scheme
+from cann_llm_quant.quant.pack import pack_int32, pack_pairs, packed_length, unpack_int32, unpack_pairs
+from cann_llm_quant.quant.scheme import ActivationScheme, QuantizedTensor, Scheme
 
-FORMAT_VERSION = "0.20.1"
-_EXPERT = ".experts."
-SUFFIXES = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape")
+Layout = Literal[
+    "pack-quantized",
+    "int-quantized",
+    "float-quantized",
+    "mxfp8-quantized",
+    "mxfp4-pack-quantized",
+    "nvfp4-pack-quantized",
+]
+WEIGHT_SUFFIXES = (
+    "weight_packed",
+    "weight",
+    "weight_scale",
+    "weight_zero_point",
+    "weight_shape",
+    "weight_global_scale",
+)
+INPUT_SUFFIXES = ("input_scale", "input_zero_point", "input_global_scale")
 
 
-def encode(module: str, weight: QuantizedTensor) -> dict[str, Tensor]:
-    """The stored tensors of one quantized linear, by full name."""
-    bits = weight.scheme.bits
-    out, columns = weight.shape
-    scale = weight.scale.expand(out, -1) if weight.scale.shape[0] != out else weight.scale
+def layout_of(scheme: Scheme, activations: ActivationScheme | None = None) -> Layout:
+    """The layout for weights of this scheme whose inputs are quantized so.
+
+    Integers below 8 bits stay packed beside quantized inputs: `int-quantized` would store each in a whole byte.
+    """
+    if scheme.is_integer:
+        return "int-quantized" if scheme.bits == 8 and activations is not None else "pack-quantized"
+    if scheme.scale_type == "float":
+        return "float-quantized"
+    if scheme.scale_type == "e4m3":
+        return "nvfp4-pack-quantized"
+    return "mxfp8-quantized" if scheme.bits == 8 else "mxfp4-pack-quantized"
+
+
+def stored_scheme(scheme: Scheme, layout: Layout) -> Scheme:
+    """The scheme as the files show it: one scale per tensor is one per row in `pack-quantized`."""
+    if layout == "pack-quantized" and scheme.strategy == "tensor":
+        return Scheme(scheme.dtype, scheme.symmetric, "channel", None)
+    return scheme
+
+
+def encode(module: str, weight: QuantizedTensor, activations: ActivationScheme | None = None) -> dict[str, Tensor]:
+    """The stored tensors of one quantized linear, by full name; `activations` is how its input is quantized."""
+    layout = layout_of(weight.scheme, activations)
+    if layout == "pack-quantized":
+        tensors = _encode_packed(weight)
+    else:
+        tensors = {"weight_scale": _stored_scale(weight)}
+        fp4 = weight.scheme.dtype == "fp4_e2m1"
+        tensors["weight_packed" if fp4 else "weight"] = pack_pairs(weight.codes) if fp4 else weight.codes.contiguous()
+        if weight.zero_point is not None:
+            tensors["weight_zero_point"] = weight.zero_point.view(tensors["weight_scale"].shape).contiguous()
+        if weight.global_scale is not None:
+            tensors["weight_global_scale"] = weight.global_scale.view(1)
+    return {f"{module}.{suffix}": tensor for suffix, tensor in tensors.items()}
+
+
+def _encode_packed(weight: QuantizedTensor) -> dict[str, Tensor]:
+    bits, (out, columns) = weight.scheme.bits, weight.shape
     tensors = {
-        f"{module}.weight_packed": pack_int32(weight.codes, bits, dim=1),
-        f"{module}.weight_scale": scale.contiguous(),
-        f"{module}.weight_shape": torch.tensor([out, columns], dtype=torch.int64),
+        "weight_packed": pack_int32(weight.codes, bits, dim=1),
+        "weight_scale": weight.scale.expand(out, -1).contiguous(),
+        "weight_shape": torch.tensor([out, columns], dtype=torch.int64),
     }
     if weight.zero_point is not None:
-        tensors[f"{module}.weight_zero_point"] = pack_int32(weight.zero_point, bits, dim=0)
+        tensors["weight_zero_point"] = pack_int32(weight.zero_point.expand(out, -1), bits, dim=0)
     return tensors
 
 
-def decode(module: str, tensors: Mapping[str, Tensor], bits: Iterable[int] = (4, 8)) -> QuantizedTensor:
-    """The quantized linear that these tensors store; `bits` are the widths that the config allows.
+def _stored_scale(weight: QuantizedTensor) -> Tensor:
+    if weight.scheme.scale_type == "e8m0":
+        return weight.scale.to(torch.float8_e8m0fnu).view(torch.uint8)
+    if weight.global_scale is not None:
+        return (weight.scale * weight.global_scale).to(torch.float8_e4m3fn)
+    return weight.scale.view(1) if weight.scheme.strategy == "tensor" else weight.scale.contiguous()
 
-    Raises CheckpointError when a tensor is absent or the shapes contradict each other.
+
+def decode(module: str, tensors: Mapping[str, Tensor], scheme: Scheme) -> QuantizedTensor:
+    """The quantized linear that these tensors store in `scheme`.
+
+    Raises CheckpointError when a tensor is absent, of the wrong type or shape, or holds NaN.
     """
-    try:
-        packed, scale, shape = (tensors[f"{module}.{s}"] for s in ("weight_packed", "weight_scale", "weight_shape"))
-    except KeyError as error:
-        raise CheckpointError(f"{module}: tensor {error.args[0]} is missing; the linear cannot be read") from None
+    if scheme.is_integer and f"{module}.weight" not in tensors:
+        return _decode_packed(module, tensors, stored_scheme(scheme, "pack-quantized"))
+    if scheme.dtype == "fp4_e2m1":
+        codes = unpack_pairs(_tensor(module, tensors, "weight_packed", torch.uint8))
+    else:
+        codes = _tensor(module, tensors, "weight", torch.int8 if scheme.is_integer else torch.float8_e4m3fn)
+    shape = _scale_shape(module, scheme, codes.shape)
+    scale, divisor = _loaded_scale(module, tensors, scheme, shape)
+    if scheme.dtype == "fp8_e4m3" and bool(((codes.view(torch.uint8) & 0x7F) == 0x7F).any()):
+        raise CheckpointError(f"{module}: weight holds NaN; the file is damaged")
+    zeros = None
+    if not scheme.symmetric:
+        zeros = _tensor(module, tensors, "weight_zero_point", torch.int8)
+        zeros = _shaped(module, "weight_zero_point", zeros, shape)
+    return QuantizedTensor(codes, scale, zeros, scheme, divisor)
+
+
+def _decode_packed(module: str, tensors: Mapping[str, Tensor], scheme: Scheme) -> QuantizedTensor:
+    packed = _tensor(module, tensors, "weight_packed", torch.int32)
+    shape = _tensor(module, tensors, "weight_shape", torch.int64)
+    if shape.shape != (2,):
+        raise CheckpointError(f"{module}: weight_shape must hold two numbers, rows and columns")
     out, columns = (int(n) for n in shape.tolist())
-    width = next((b for b in bits if packed.shape == (out, -(-columns * b // 32))), None)
-    groups = scale.shape[1] if scale.dim() == 2 else 0
-    if width is None or scale.shape[0] != out or groups == 0 or columns % groups:
-        raise CheckpointError(
-            f"{module}: weight_packed {list(packed.shape)} and weight_scale {list(scale.shape)} do not store a "
-            f"[{out}, {columns}] matrix at {'/'.join(str(b) for b in bits)} bits"
-        )
-    zeros = tensors.get(f"{module}.weight_zero_point")
-    if zeros is not None and zeros.shape != (-(-out * width // 32), groups):
-        raise CheckpointError(
-            f"{module}: weight_zero_point is {list(zeros.shape)}, expected [{-(-out * width // 32)}, {groups}] "
-            f"(packed along the {out} rows)"
-        )
-    dtype = next(name for name, value in INT_BITS.items() if value == width)
-    strategy = ("channel", None) if groups == 1 else ("group", columns // groups)
-    return QuantizedTensor(
-        codes=unpack_int32(packed, width, columns, dim=1),
-        scale=scale,
-        zero_point=None if zeros is None else unpack_int32(zeros, width, out, dim=0),
-        scheme=Scheme(dtype, zeros is None, *strategy),  # type: ignore[arg-type]
-    )
+    bits = scheme.bits
+    packed = _shaped(module, "weight_packed", packed, (out, packed_length(columns, bits)))
+    groups = _scale_shape(module, scheme, (out, columns))[1]
+    scale = _shaped(module, "weight_scale", _tensor(module, tensors, "weight_scale", None), (out, groups))
+    zeros = None
+    if not scheme.symmetric:
+        stored = _tensor(module, tensors, "weight_zero_point", torch.int32)
+        stored = _shaped(module, "weight_zero_point", stored, (packed_length(out, bits), groups))
+        zeros = unpack_int32(stored, bits, out, dim=0)
+    return QuantizedTensor(unpack_int32(packed, bits, columns, dim=1), scale, zeros, scheme)
 
 
-def quantized_modules(checkpoint: Checkpoint) -> list[str]:
-    """Names of the linears that are stored packed, in file order."""
-    suffix = ".weight_packed"
-    return [name.removesuffix(suffix) for name in checkpoint.tensors if name.endswith(suffix)]
+def _loaded_scale(
+    module: str, tensors: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int]
+) -> tuple[Tensor, Tensor | None]:
+    """Scales as `QuantizedTensor` has them, and the divisor that NVFP4 stores beside them."""
+    kinds = {"e8m0": torch.uint8, "e4m3": torch.float8_e4m3fn}
+    stored = _tensor(module, tensors, "weight_scale", kinds.get(scheme.scale_type))
+    stored = _shaped(module, "weight_scale", stored, shape)
+    if scheme.scale_type == "float":
+        return stored, None
+    if scheme.scale_type == "e8m0":
+        return _finite(module, stored.view(torch.float8_e8m0fnu).to(torch.float32)), None
+    divisor = _tensor(module, tensors, "weight_global_scale", torch.float32)
+    divisor = _shaped(module, "weight_global_scale", divisor, (1, 1)).reshape(())
+    return _finite(module, stored.to(torch.float32) / divisor), divisor
 
 
-def read_linear(checkpoint: Checkpoint, module: str) -> QuantizedTensor | None:
-    """One linear of a native checkpoint, None when it is not stored packed. Raises CheckpointError as `decode` does."""
-    names = [f"{module}.{suffix}" for suffix in SUFFIXES if f"{module}.{suffix}" in checkpoint.tensors]
-    if f"{module}.weight_packed" not in names:
-        return None
-    return decode(module, {name: checkpoint.load(name) for name in names}, _config_bits(checkpoint.config))
+def _finite(module: str, scale: Tensor) -> Tensor:
+    if not bool(scale.isfinite().all()):
+        raise CheckpointError(f"{module}: weight_scale holds NaN or infinity; the file is damaged")
+    return scale
 
 
-def _config_bits(config: Mapping[str, Any]) -> tuple[int, ...]:
-    groups = (config.get("quantization_config") or {}).get("config_groups") or {}
-    found = {(group.get("weights") or {}).get("num_bits") for group in groups.values()}
-    known = [bits for bits in sorted(INT_BITS.values()) if bits in found]
-    return tuple(known) or (4, 8)
+def _tensor(module: str, tensors: Mapping[str, Tensor], suffix: str, dtype: torch.dtype | None) -> Tensor:
+    """One stored tensor, of `dtype` (None: a float type)."""
+    tensor = tensors.get(f"{module}.{suffix}")
+    if tensor is None:
+        raise CheckpointError(f"{module}: tensor {module}.{suffix} is missing; the linear cannot be read")
+    if tensor.dtype != dtype and (dtype is not None or not tensor.is_floating_point()):
+        raise CheckpointError(f"{module}: {suffix} is {tensor.dtype}, expected {dtype or 'a float type'}")
+    return tensor
 
 
-def quantization_config(schemes: Mapping[str, Scheme], float_modules: Iterable[str]) -> dict[str, Any]:
-    """The `quantization_config` section of `config.json`.
-
-    `ignore` lists the full name of every linear left in float, as it really is in the files (never a pattern): runtimes
-    map names one by one. One scheme targets the class `Linear`. Several schemes target patterns; experts then get a
-    group of their own, because transformers takes the experts' scheme from the first group whose pattern names them.
-    """
-    by_scheme: dict[tuple[Scheme, bool], list[str]] = {}
-    several = len(set(schemes.values())) > 1
-    for module, scheme in schemes.items():
-        by_scheme.setdefault((scheme, several and _EXPERT in module), []).append(module)
-    groups = {}
-    for number, ((scheme, _), modules) in enumerate(by_scheme.items()):
-        groups[f"group_{number}"] = {
-            "targets": _targets(modules, schemes) if several else ["Linear"],
-            "format": "pack-quantized",
-            "input_activations": None,
-            "output_activations": None,
-            "weights": {
-                "num_bits": scheme.bits,
-                "type": "int",
-                "symmetric": scheme.symmetric,
-                "strategy": scheme.strategy,
-                "group_size": scheme.group_size,
-                "dynamic": False,
-            },
-        }
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "quantization_status": "compressed",
-        "version": FORMAT_VERSION,
-        "config_groups": groups,
-        "ignore": list(float_modules),
-        "kv_cache_scheme": None,
-        "global_compression_ratio": None,
-    }
+def _scale_shape(module: str, scheme: Scheme, shape: Sequence[int]) -> tuple[int, int]:
+    """Rows and columns of the scales of a matrix of this shape."""
+    if len(shape) != 2 or shape[1] % (scheme.group_size or 1):
+        raise CheckpointError(f"{module}: scheme {scheme.label()} does not fit a weight of {list(shape)}")
+    return scheme.scale_shape(shape[0], shape[1])
 
 
-def _targets(modules: list[str], schemes: Mapping[str, Scheme]) -> list[str]:
-    """A pattern for each kind of linear all of which are in `modules`, full names for the others."""
-    chosen = set(modules)
-    kinds: dict[str, list[str]] = {}
-    for module in schemes:
-        kinds.setdefault(_kind(module), []).append(module)
-    targets: list[str] = []
-    for kind in dict.fromkeys(_kind(module) for module in modules):
-        whole = all(module in chosen for module in kinds[kind])
-        targets += [kind] if whole else [module for module in kinds[kind] if module in chosen]
-    return targets
-
-
-def _kind(module: str) -> str:
-    """The pattern of a linear's kind: its last two names, or its last name below `experts.N`."""
-    *_, parent, name = module.split(".")
-    if _EXPERT in module:
-        return rf"re:.*\.experts\.\d+\.{re.escape(name)}$"
-    return rf"re:.*\.{re.escape(parent)}\.{re.escape(name)}$"
+def _shaped(module: str, suffix: str, tensor: Tensor, shape: tuple[int, int]) -> Tensor:
+    """The tensor in this shape; one number may be stored as `[]` or `[1]`."""
+    if tuple(tensor.shape) == shape:
+        return tensor
+    if shape == (1, 1) and tensor.numel() == 1:
+        return tensor.reshape(shape)
+    raise CheckpointError(f"{module}: {suffix} is {list(tensor.shape)}, expected {list(shape)}")

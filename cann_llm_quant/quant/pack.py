@@ -5,10 +5,13 @@ elements takes ceil(n*b / 32) words and the unused bits of the last one are 0. A
 2^(b-1)`, an unsigned number, so that no sign is ever extended. This is `weight_packed` (last dimension) and
 `weight_zero_point` (dimension 0) of compressed-tensors `pack-quantized`, version 0.19 and later for widths
 that do not divide 32. int4 codes -8..7 give the words 0x76543210 0xfedcba98.
+
+fp4_e2m1 codes (0..15, unsigned already) go two to a byte, the even column in the low nibble: `weight_packed` of
+`mxfp4-pack-quantized` and `nvfp4-pack-quantized`. The codes 0..15 give 10 32 54 76 98 ba dc fe.
 """
 
 import torch
-from jaxtyping import Int8, Int32
+from jaxtyping import Int8, Int32, UInt8
 from torch import Tensor
 
 _WORD = 32
@@ -54,6 +57,17 @@ def unpack_int32(words: Int32[Tensor, "..."], bits: int, count: int, dim: int = 
             field = field | (stream[..., word + 1 :: stride][..., : target.shape[-1]] << (_WORD - shift))
         target.copy_((field & ((1 << bits) - 1)) - (1 << (bits - 1)))
     return codes.movedim(-1, dim).contiguous()
+
+
+def pack_pairs(codes: Int8[Tensor, "out in"]) -> UInt8[Tensor, "out half"]:
+    """Unsigned 4-bit codes of an even number of columns, two to a byte."""
+    low, high = codes[:, ::2].to(torch.uint8), codes[:, 1::2].to(torch.uint8)
+    return low | (high << 4)
+
+
+def unpack_pairs(packed: UInt8[Tensor, "out half"]) -> Int8[Tensor, "out in"]:
+    """The codes of `pack_pairs`' bytes."""
+    return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1).to(torch.int8)
 
 
 def _period(bits: int) -> int:

@@ -25,6 +25,7 @@ ActivationType = Literal["int4", "int8", "fp8_e4m3", "fp4_e2m1"]
 ActivationStrategy = Literal["token", "tensor", "group"]
 
 TILE = 128
+_BLOCK_FORMATS = {("e8m0", "fp4_e2m1", 32), ("e8m0", "fp8_e4m3", 32), ("e4m3", "fp4_e2m1", 16)}
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,11 @@ class Scheme:
             raise UsageError(f"strategy {self.strategy!r} takes no group size, got {self.group_size}")
         if not self.is_integer and not self.symmetric:
             raise UsageError(f"{self.dtype} weights have no zero points; leave out the asymmetric option")
-        if self.scale_type != "float" and (self.is_integer or self.strategy != "group"):
-            raise UsageError(f"{self.scale_type} scales are for groups of small floats, not {self.dtype}")
+        is_block_format = (self.scale_type, self.dtype, self.group_size) in _BLOCK_FORMATS
+        if not is_block_format and (self.scale_type != "float" or self.dtype == "fp4_e2m1"):
+            raise UsageError(
+                f"no file format holds {self.dtype} weights with {self.scale_type} scales for {self.group_size} columns"
+            )
 
     @property
     def is_integer(self) -> bool:
@@ -116,9 +120,7 @@ class Scheme:
     def label(self) -> str:
         """A short name such as `int4-sym-g64`, `fp8_e4m3-tile`, `mxfp4`."""
         if self.scale_type != "float":
-            kind = "nvfp" if self.scale_type == "e4m3" else "mxfp"
-            usual = 16 if kind == "nvfp" else 32
-            return f"{kind}{self.bits}" + ("" if self.group_size == usual else f"-g{self.group_size}")
+            return f"{'nv' if self.scale_type == 'e4m3' else 'mx'}fp{self.bits}"
         symmetry = ("-sym" if self.symmetric else "-asym") if self.is_integer else ""
         return f"{self.dtype}{symmetry}-" + (f"g{self.group_size}" if self.strategy == "group" else self.strategy)
 
@@ -185,7 +187,7 @@ def in_groups(w: Float[Tensor, "out in"], width: int) -> Float[Tensor, "out grou
     """Rows cut into groups of `width` columns; a last one that is too short is filled with zeros."""
     missing = -w.shape[1] % width
     padded = torch.nn.functional.pad(w, (0, missing)) if missing else w
-    return padded.reshape(w.shape[0], -1, width)
+    return padded.reshape(w.shape[0], padded.shape[1] // width, width)
 
 
 def row_scales(scale: Float[Tensor, "rows groups"], scheme: Scheme, out: int) -> Float[Tensor, "out groups"]:

@@ -227,8 +227,9 @@ def test_c24_fused_matrices_share_the_scale_of_the_largest() -> None:
 def test_what_does_not_go_together_is_refused() -> None:
     with pytest.raises(UsageError, match="no zero points"):
         Scheme("fp8_e4m3", False, "channel", None)
-    with pytest.raises(UsageError, match="e8m0"):
-        Scheme("int4", True, "group", 32, "e8m0")
+    for scheme in (("int4", 32, "e8m0"), ("fp4_e2m1", 16, "e8m0"), ("fp8_e4m3", 16, "e4m3"), ("fp4_e2m1", 32, "float")):
+        with pytest.raises(UsageError, match="no file format holds"):
+            Scheme(scheme[0], True, "group", *scheme[1:])  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="takes no group size"):
         Scheme("fp8_e4m3", True, "tile", 128)
 
@@ -247,6 +248,6 @@ def test_sizes_count_every_scale() -> None:
 
 
 def test_dequantize_multiplies_in_float32() -> None:
-    codes, scale = torch.tensor([[7, 15]], dtype=torch.int8), torch.tensor([[0.1]])
-    q = QuantizedTensor(codes, scale, None, Scheme("fp4_e2m1", True, "channel", None))
-    assert q.dequantize().tolist() == (scale * torch.tensor([[6.0, -6.0]])).tolist()
+    codes, scale = torch.tensor([[7, 15] * 8], dtype=torch.int8), torch.tensor([[0.1]])
+    q = QuantizedTensor(codes, scale, None, NVFP4)
+    assert q.dequantize().tolist() == (scale * torch.tensor([[6.0, -6.0] * 8])).tolist()

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cann_llm_quant.export import native
+from cann_llm_quant.export.quantization_config import quantization_config
 from cann_llm_quant.quant.scheme import QuantizedTensor, Scheme
 
 
@@ -44,7 +45,7 @@ def save_native(source: Path, out: Path, scheme: Scheme) -> Path:
             stored[name] = tensor
     save_file(stored, out / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    config["quantization_config"] = native.quantization_config(schemes, ["lm_head"])
+    config["quantization_config"] = quantization_config(schemes, ["lm_head"])
     (out / "config.json").write_text(json.dumps(config), encoding="utf-8")
     (out / "inference_config.json").write_text(json.dumps(_inference(config, schemes)), encoding="utf-8")
     return out

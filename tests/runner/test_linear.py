@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from cann_llm_quant.errors import UsageError
 from cann_llm_quant.models.decoder import LinearOp
-from cann_llm_quant.quant.scheme import QuantizedTensor, Scheme
+from cann_llm_quant.quant.rtn import solve
+from cann_llm_quant.quant.scheme import MXFP4, MXFP8, NVFP4, QuantizedTensor, Scheme
 from cann_llm_quant.runner.kernels import dequantize
 from cann_llm_quant.runner.kernels.dequantize import DequantizeLinear, pack_nibbles, unpack_nibbles
 from cann_llm_quant.runner.kernels.torch_int4 import Int4Linear, operator_group
@@ -143,6 +144,41 @@ def test_the_table_of_kernels() -> None:
     assert chosen(bf16, kernel="reference") is DequantizeLinear
     assert chosen(bf16, out=40) is DequantizeLinear
     assert chosen(bf16, columns=96, group=48) is DequantizeLinear
+
+
+FLOATS = [
+    Scheme("fp8_e4m3", True, "channel", None),
+    Scheme("fp8_e4m3", True, "tensor", None),
+    Scheme("fp8_e4m3", True, "tile", None),
+    MXFP4,
+    MXFP8,
+    NVFP4,
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [(130, 160), (16, 32)])
+@pytest.mark.parametrize("scheme", FLOATS, ids=Scheme.label)
+def test_small_floats_equal_the_dequantized_matrix(scheme, size, dtype, monkeypatch) -> None:
+    monkeypatch.setattr(dequantize, "BLOCK_ELEMENTS", 50 * size[1])
+    w = torch.randn(*size, generator=torch.Generator().manual_seed(4))
+    weight = solve(w, scheme, torch.bfloat16)
+    op = packed_linear(weight, None, device=CPU, dtype=dtype)
+    assert isinstance(op, DequantizeLinear)
+    assert torch.equal(torch.cat([op.rows(slice(0, 50)), op.rows(slice(50, 200))]), weight.dequantize())
+    x = torch.randn(3, size[1], generator=torch.Generator().manual_seed(5)).to(dtype)
+    expected = x.double() @ weight.dequantize().double().t()
+    tolerance = 8e-3 if dtype == torch.bfloat16 else 3e-6
+    assert (op(x).double() - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+def test_small_floats_stay_as_small_as_in_the_file() -> None:
+    w = torch.randn(128, 256, generator=torch.Generator().manual_seed(4))
+    for scheme in FLOATS[2:]:
+        op = DequantizeLinear(solve(w, scheme, torch.bfloat16))
+        assert op.codes.nbytes == 128 * 256 * scheme.bits // 8
+        scales = 128 * 2 * 2 if scheme.strategy == "tile" else 128 * 256 // (scheme.group_size or 1)
+        assert op.scale.nbytes == scales
 
 
 def test_weights_stay_packed() -> None:

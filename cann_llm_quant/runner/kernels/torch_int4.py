@@ -22,7 +22,7 @@ PACK_ROWS = 512
 def operator_group(weight: QuantizedTensor) -> int | None:
     """The operator's group size for this matrix, None when the operator does not take it."""
     out, columns = weight.shape
-    if weight.scheme.bits > 4 or out % 16 or columns % 2:
+    if not weight.scheme.is_integer or weight.scheme.bits > 4 or out % 16 or columns % 2:
         return None
     own = columns // weight.scale.shape[1]
     return next((size for size in OPERATOR_GROUPS if own % size == 0), None)

@@ -14,7 +14,8 @@ from cann_llm_quant.quant.scheme import QuantizedTensor
 def operator_fits(weight: QuantizedTensor) -> bool:
     """Whether the operator takes this matrix: symmetric 8-bit codes, one scale a row (or one in all), in % 32 == 0.."""
     one_scale_a_row = weight.scale.shape[1] == 1
-    return weight.scheme.bits == 8 and weight.zero_point is None and one_scale_a_row and weight.shape[1] % 32 == 0
+    int8 = weight.scheme.dtype == "int8" and weight.zero_point is None
+    return int8 and one_scale_a_row and weight.shape[1] % 32 == 0
 
 
 class Int8Linear:
