@@ -12,18 +12,23 @@ from cann_llm_quant.errors import UsageError
 from cann_llm_quant.models.arch import Arch, LinearSpec
 from cann_llm_quant.quant.activations import MX_GROUP, NV_GROUP
 from cann_llm_quant.quant.scheme import (
+    MXFP4,
+    MXFP8,
+    NVFP4,
     TILE,
     ActivationScheme,
     ActivationType,
     Scheme,
+    WeightType,
     fitting_group_sizes,
     largest_fitting_group,
-    scheme_for,
 )
-from cann_llm_quant.recipe import ActivationFormat, Recipe, WeightScheme, compile_pattern
+from cann_llm_quant.recipe import BLOCK_COLUMNS, ActivationFormat, Recipe, WeightScheme, compile_pattern
 
 AUTO_GROUP = 128
 TABLE_SCHEME = Scheme("int8", True, "channel", None)
+_INT_TYPES: dict[int, WeightType] = {2: "int2", 3: "int3", 4: "int4", 8: "int8"}
+_BLOCK_SCHEMES = {"mxfp8": MXFP8, "mxfp4": MXFP4, "nvfp4": NVFP4}
 _GROUPED_TYPES: dict[str, tuple[ActivationType, int]] = {
     "mxfp8": ("fp8_e4m3", MX_GROUP),
     "mxfp4": ("fp4_e2m1", MX_GROUP),
@@ -173,6 +178,8 @@ def _describe(scheme: WeightScheme | str) -> str:
     if isinstance(scheme, str):
         return "float"
     inputs = "" if scheme.activations is None else f", {scheme.activations.type} activations"
+    if scheme.type != "int":
+        return f"{scheme.type}{'' if scheme.group_size == 'auto' else f', group size {scheme.group_size}'}{inputs}"
     return f"int{scheme.bits}, group size {scheme.group_size}{inputs}"
 
 
@@ -201,19 +208,41 @@ def _fit(
         asked = wanted[spec.module]
         if spec.module in kept or isinstance(asked, str):
             continue
-        size = _group_size(spec, asked, recipe, common[spec.module])
-        if size is not None:
-            schemes[spec.module] = scheme_for(asked.bits, size, asked.symmetric)
-            if size == -1 and asked.group_size == "auto":
+        scheme = _scheme(spec, asked, recipe, common[spec.module])
+        if scheme is not None:
+            schemes[spec.module] = scheme
+            if scheme.is_integer and scheme.strategy == "channel" and asked.group_size == "auto":
                 rows.append(f"{spec.module} ({spec.in_features} columns)")
             continue
-        sizes = ", ".join(str(n) for n in fitting_group_sizes(spec.in_features)) or "only -1, a whole row,"
-        kept[spec.module] = f"group size {asked.group_size} does not divide {spec.in_features} input features"
+        wanted_size, hint = _misfit(spec, asked)
+        kept[spec.module] = f"{wanted_size} does not divide {spec.in_features} input features"
         misfits.append(
-            f"{spec.module} has {spec.in_features} input features, group size {asked.group_size} does not divide them "
-            f"({sizes} would fit)"
+            f"{spec.module} has {spec.in_features} input features, {wanted_size} does not divide them ({hint})"
         )
     return schemes, misfits, rows
+
+
+def _scheme(spec: LinearSpec, asked: WeightScheme, recipe: Recipe, common: int) -> Scheme | None:
+    """The scheme of one linear; None when its groups do not divide the input."""
+    if asked.type in _BLOCK_SCHEMES:
+        return None if spec.in_features % BLOCK_COLUMNS[asked.type] else _BLOCK_SCHEMES[asked.type]
+    dtype: WeightType = "fp8_e4m3" if asked.type == "fp8" else _INT_TYPES[asked.bits]
+    if asked.group_size == "tensor":
+        return Scheme(dtype, asked.symmetric, "tensor", None)
+    if asked.group_size == "block":
+        return Scheme(dtype, asked.symmetric, "tile", None)
+    size = -1 if asked.type == "fp8" and asked.group_size == "auto" else _group_size(spec, asked, recipe, common)
+    if size is None:
+        return None
+    return Scheme(dtype, asked.symmetric, *(("channel", None) if size == -1 else ("group", size)))
+
+
+def _misfit(spec: LinearSpec, asked: WeightScheme) -> tuple[str, str]:
+    """What does not divide a linear's input, and what would."""
+    if asked.type in BLOCK_COLUMNS:
+        return f"{asked.type}'s group of {BLOCK_COLUMNS[asked.type]}", "int and fp8 weights would fit"
+    sizes = ", ".join(str(n) for n in fitting_group_sizes(spec.in_features)) or "only -1, a whole row,"
+    return f"group size {asked.group_size}", f"{sizes} would fit"
 
 
 def _common_inputs(
@@ -247,7 +276,7 @@ def _group_size(spec: LinearSpec, asked: WeightScheme, recipe: Recipe, common: i
     """Columns that share a scale, -1 for a whole row; None when the size asked for does not divide the input."""
     if asked.group_size == -1:
         return -1
-    if asked.group_size == "auto":
+    if isinstance(asked.group_size, str):  # auto
         size = largest_fitting_group(common, AUTO_GROUP) or largest_fitting_group(spec.in_features, AUTO_GROUP)
         return size or -1
     if recipe.on_misfit == "smaller":
