@@ -1,7 +1,7 @@
 """One layer of a run: measured, solved and left behind, with the activations passed on to the next."""
 
 from functools import partial
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -25,6 +25,7 @@ from cann_llm_quant.pipeline.smoothing import Smoothed
 from cann_llm_quant.pipeline.states import Streams
 
 
+@runtime_checkable
 class Passes(Protocol):
     """Counts passes of one window through one layer; a message is a warning."""
 
@@ -101,6 +102,7 @@ def _by_feedback(job: Job, writer: CheckpointWriter, layer: Layer, streams: Stre
         float_layer=build_running(job, layer, source) if drift else None,
         float_states=streams.float_model,
         factors=smoothed.columns,
+        every_token=job.recipe.moe_all_experts,
         step=partial(passes, "calibrate"),
     )
     result = FeedbackLayer(job, layer, source, smoothed, running).solve(staged)
