@@ -181,26 +181,27 @@ def _limited(task: Task, items: Iterable[Item], limit: int | None) -> list[Item]
 def _with_examples(task: Task, items: list[Item], pool: Sequence[Item], shots: int, seed: int) -> list[Item]:
     """The items behind the task's preamble and `shots` solved ones."""
     generator = random.Random(seed)
+    # Where the harness may meet the question itself among the examples, it draws one more and takes it out.
+    spare = int(task.split != "test" or pool[:1] == items[:1])
     table = task.subject_table()
     ready = []
     for item in items:
-        examples = _examples(task, item, pool, shots, generator) if shots else []
+        examples = _examples(task, item, pool, shots, spare, generator) if shots else []
         subject = table[item.subject][0] if item.subject else ""
         before = task.preamble.format(subject=subject) + "".join(f"{example.solved}\n\n" for example in examples)
         ready.append(replace(item, contexts=tuple(before + context for context in item.contexts)))
     return ready
 
 
-def _examples(task: Task, item: Item, pool: Sequence[Item], shots: int, generator: random.Random) -> list[Item]:
+def _examples(
+    task: Task, item: Item, pool: Sequence[Item], shots: int, spare: int, generator: random.Random
+) -> list[Item]:
     if task.first_shots:
         same = (other for other in pool if other.subject == item.subject and other.solved != item.solved)
         examples = list(islice(same, shots))
-    elif task.split == "test" and all(other is not item for other in pool):
-        examples = generator.sample(pool, min(shots, len(pool)))
     else:
-        # Where the harness may meet the question itself, it draws one more and takes it out.
-        drawn = generator.sample(pool, min(shots + 1, len(pool)))
-        examples = [other for other in drawn if other.solved != item.solved][:shots]
+        drawn = generator.sample(pool, min(shots + spare, len(pool)))
+        examples = [other for other in drawn if not spare or other.solved != item.solved][:shots]
     if len(examples) < shots:
         raise UsageError(f"--fewshot {shots} is more than the {len(examples)} examples that there are for {item.name}")
     return examples
