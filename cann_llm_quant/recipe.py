@@ -347,7 +347,8 @@ def validate_recipe(document: dict[str, Any], origin: str) -> Recipe:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"]) or "document"
         message = first["msg"].removeprefix("Value error, ")
-        raise UsageError(f"{origin}: field {field}: {message} (got {str(first['input'])[:80]!r})") from error
+        got = "" if isinstance(first["input"], dict) else f" (got {str(first['input'])[:80]!r})"
+        raise UsageError(f"{origin}: field {field}: {message}{got}") from error
 
 
 def compile_pattern(pattern: str) -> Callable[[str], bool]:

@@ -12,7 +12,7 @@ import typer
 from cann_llm_quant.cli import quantize_flags as flag
 from cann_llm_quant.cli.options import AllowPickle, Debug, Json, Revision, parse_size
 from cann_llm_quant.cli.progress import show_progress
-from cann_llm_quant.cli.recipe_flags import resolve_recipe
+from cann_llm_quant.cli.recipe_flags import parse_group_size, resolve_recipe
 from cann_llm_quant.cli.scheme_names import named_schemes
 from cann_llm_quant.cli.terminal import Reply, duration, print_facts, printable, size
 from cann_llm_quant.errors import UsageError
@@ -31,6 +31,7 @@ def quantize(
     show_recipe: flag.ShowRecipe = False,
     method: flag.Method = None,
     effort: flag.Effort = None,
+    scheme: flag.Scheme = None,
     bits: flag.Bits = None,
     group_size: flag.GroupSize = None,
     symmetric: flag.Symmetric = None,
@@ -65,8 +66,9 @@ def quantize(
     flags = {
         "method": method if method or not effort else "gptq",
         "effort": effort,
+        "scheme": scheme,
         "bits": bits,
-        "group_size": group_size,
+        "group_size": parse_group_size(group_size),
         "symmetric": symmetric,
         "clip": clip,
         "target_bits": target_bits,

@@ -50,16 +50,28 @@ Effort = Annotated[
         rich_help_panel=SCHEME,
     ),
 ]
+Scheme = Annotated[
+    str | None,
+    typer.Option(
+        "--scheme",
+        metavar="NAME",
+        help="Number formats of weights and of inputs (A16: inputs stay in float): W4A16, W4A8, W4A4, W8A16, W8A8, "
+        "W8A8-static, W3A16, W2A16, FP8, FP8-static, FP8-block, FP8A16, MXFP8, MXFP4, NVFP4, MXFP8A16, MXFP4A16, "
+        "NVFP4A16. Flags below override it. [default: W4A16]",
+        rich_help_panel=SCHEME,
+    ),
+]
 Bits = Annotated[
     int | None,
-    typer.Option("--bits", metavar="4|8", help="Bits of a code. [default: 4]", rich_help_panel=SCHEME),
+    typer.Option("--bits", metavar="2|3|4|8", help="Bits of a code. [default: 4]", rich_help_panel=SCHEME),
 ]
 GroupSize = Annotated[
-    int | None,
+    str | None,
     typer.Option(
         "--group-size",
         metavar="N",
-        help="Columns that share a scale; -1 is one scale per row. [default: 128, or the largest that fits a linear]",
+        help="Columns that share a scale; -1 is one scale per row, tensor one per matrix, block one per 128 x 128 tile "
+        "(FP8). [default: 128, or the largest that fits a linear]",
         rich_help_panel=SCHEME,
     ),
 ]

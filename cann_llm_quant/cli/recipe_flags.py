@@ -9,6 +9,8 @@ from cann_llm_quant.errors import UsageError
 if TYPE_CHECKING:
     from cann_llm_quant.recipe import Recipe
 
+GROUP_WORDS = ("auto", "tensor", "block")
+
 # Flag to its field in the recipe document.
 FIELDS = {
     "method": ("method",),
@@ -39,6 +41,8 @@ def resolve_recipe(file: Path | None, flags: Mapping[str, Any], ignore: Sequence
 
     base = load_recipe(file) if file is not None else validate_recipe({}, "the default recipe")
     document = base.model_dump()
+    if flags.get("scheme") is not None:
+        document["scheme"] = named_scheme(flags["scheme"])
     for flag, path in FIELDS.items():
         value = flags[flag]
         if value is not None:
@@ -49,6 +53,25 @@ def resolve_recipe(file: Path | None, flags: Mapping[str, Any], ignore: Sequence
         if name not in FORMATS:
             raise UsageError(f"format {name!r} is not available; this version writes: {', '.join(FORMATS)}")
     return validate_recipe(document, "the command line")
+
+
+def named_scheme(name: str) -> dict[str, Any]:
+    """The fields of a scheme's name. Raises UsageError for a name that is none."""
+    from cann_llm_quant.recipe import NAMED_SCHEMES, WeightScheme
+
+    if name.upper() not in NAMED_SCHEMES:
+        raise UsageError(f"--scheme: {name!r} is no scheme; choose from {', '.join(NAMED_SCHEMES)}")
+    return WeightScheme.model_validate(name).model_dump()
+
+
+def parse_group_size(text: str | None) -> int | str | None:
+    """`--group-size` as a recipe has it. Raises UsageError for text that is no number and no word for groups."""
+    if text is None or text in GROUP_WORDS:
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise UsageError(f"--group-size: {text!r} is no number and none of {', '.join(GROUP_WORDS)}") from None
 
 
 def _field(document: dict[str, Any], path: Sequence[str]) -> dict[str, Any]:
