@@ -1,6 +1,7 @@
-"""Logits of a float model of any size: all windows through one layer, then the next, then the head window by window.
+"""Logits of a model of any size: all windows through one layer, then the next, then the head window by window.
 
-One layer is in memory at a time, so a reference larger than the machine's memory can be evaluated.
+One layer is in memory at a time, so a reference larger than the machine's memory can be evaluated. A native checkpoint
+is read in float; where it quantizes the inputs of linears, that is done here as it says.
 """
 
 import tempfile
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from cann_llm_quant.calibrate.stream import HiddenStates
 from cann_llm_quant.checkpoint.base import Checkpoint
+from cann_llm_quant.export.native_inputs import input_quantizers
 from cann_llm_quant.models.arch import Arch
 from cann_llm_quant.models.decoder import DenseLinear, head
 from cann_llm_quant.models.weights import build_layer, load_layer, load_outer
@@ -34,6 +36,7 @@ class StreamedLogits:
         self._checkpoint, self._arch = checkpoint, arch
         self._device, self._dtype, self._budget = device, dtype, budget
         self._progress = progress
+        self._inputs = input_quantizers(checkpoint)
 
     @torch.inference_mode()
     def __call__(self, windows: Int[Tensor, "windows seq"]) -> Iterator[Float[Tensor, "seq vocab"]]:
@@ -45,7 +48,8 @@ class StreamedLogits:
             states.start(self._checkpoint.load(self._arch.embedding_name), windows)
             for index in range(self._arch.num_layers):
                 tensors = load_layer(self._checkpoint, self._arch, index, self._device, self._dtype)
-                for done in states.advance(build_layer(self._arch, index, tensors), check_finite=False):
+                layer = build_layer(self._arch, index, tensors, self._inputs)
+                for done in states.advance(layer, check_finite=False):
                     self._progress(index * count + done, total)
                 states.forget_before(index + 1)
             outer = load_outer(self._checkpoint, self._arch, self._device, self._dtype)

@@ -28,7 +28,7 @@ class QuantizedInputLinear:
         """The product with the quantized input, in the dtype of `x`; scale and bias are applied in float32."""
         quantized = self.inputs(x.reshape(-1, x.shape[-1]))
         if quantized.scale.shape[1] == 1:
-            y = self.product((quantized.centered() / _UNIT).to(x.dtype)).to(torch.float32) * (quantized.scale * _UNIT)
+            y = self.product((quantized.centered() / _UNIT).to(x.dtype)).to(torch.float32).mul_(quantized.scale * _UNIT)
         else:
             y = self.product(quantized.dequantize().to(x.dtype)).to(torch.float32)
         if self.bias is not None:

@@ -114,8 +114,8 @@ def quantize_input(
         raise ValueError(f"{scheme} needs the range that calibration stored")
     parts = x.to(torch.float32).reshape(rows, columns // size, size)
     if fixed is not None and not scheme.dynamic:
-        scale = fixed.scale.to(torch.float32).view(1, 1)
-        zero_point = None if fixed.zero_point is None else fixed.zero_point.to(torch.float32).view(1, 1)
+        scale = fixed.scale.to(parts).view(1, 1)
+        zero_point = None if fixed.zero_point is None else fixed.zero_point.to(parts).view(1, 1)
     else:
         low, high = _extremes(parts, scheme)
         scale, zero_point = grid_of(low, high, scheme, None if fixed is None else fixed.scale)
@@ -139,7 +139,7 @@ def grid_of(
         scale = torch.ldexp(torch.ones_like(largest), exponent.clamp(-126, 127))
         return torch.where(largest.isnan(), largest, scale), None
     if nv_global is not None:
-        factor = nv_global.to(torch.float32)
+        factor = nv_global.to(largest)
         stored = nearest_(largest / most * factor, "fp8_e4m3")
         return torch.where(stored == 0, torch.full_like(stored, 0.125), stored) / factor, None
     return (largest / ((most - least) / 2)).clamp(min=_TINY), None

@@ -12,11 +12,13 @@ from transformers import PreTrainedTokenizerBase
 from cann_llm_quant.checkpoint import Checkpoint
 from cann_llm_quant.checkpoint.companion_tokenizer import tokenizer_of
 from cann_llm_quant.errors import CheckpointError
+from cann_llm_quant.export.native_inputs import input_quantizers
 from cann_llm_quant.export.native_reader import NativeCheckpoint
 from cann_llm_quant.models import arch_from_checkpoint
 from cann_llm_quant.models.arch import Arch, LinearSpec
 from cann_llm_quant.models.decoder import DecoderLayer, DecoderModel, DenseLinear, LinearOp
 from cann_llm_quant.models.weights import load_model
+from cann_llm_quant.quant.activations import InputQuantizer
 from cann_llm_quant.runner.linear import packed_linear
 from cann_llm_quant.runner.source import open_source
 from cann_llm_quant.runner.stop import end_ids
@@ -51,7 +53,8 @@ def load_packed(
         check_vocabulary(tokenizer, arch.vocab_size)
         ends = end_ids(checkpoint.config, _generation_config(checkpoint), tokenizer.eos_token_id)
         if isinstance(checkpoint, NativeCheckpoint):
-            model = _PackedLoader(checkpoint, arch, device, dtype, kernel).model()
+            inputs = input_quantizers(checkpoint)
+            model = _PackedLoader(checkpoint, arch, device, dtype, kernel, inputs).model()
         else:
             model = load_model(checkpoint, arch, device, dtype)
     return LoadedModel(model, tokenizer, ends)
@@ -79,6 +82,7 @@ class _PackedLoader:
     device: torch.device
     dtype: torch.dtype
     kernel: str
+    inputs: Mapping[str, InputQuantizer]
 
     def model(self) -> DecoderModel:
         arch = self.arch
@@ -108,7 +112,9 @@ class _PackedLoader:
             raise CheckpointError(
                 f"{self.checkpoint.path}: {module} is packed as {list(packed.shape)}, config says {list(shape)}"
             )
-        return packed_linear(packed, bias, device=self.device, dtype=self.dtype, kernel=self.kernel)
+        return packed_linear(
+            packed, bias, device=self.device, dtype=self.dtype, kernel=self.kernel, inputs=self.inputs.get(module)
+        )
 
     def _tensor(self, name: str) -> Tensor:
         return self.checkpoint.load(name).to(device=self.device, dtype=self.dtype)

@@ -44,7 +44,7 @@ class IntegerLinear:
     def __call__(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
         """The product with the quantized input, in the dtype of `x`."""
         quantized = self.inputs(x.reshape(-1, self.in_features))
-        y = self._sums(quantized.centered()) * quantized.scale * self.scale
+        y = self._sums(quantized.centered()).mul_(quantized.scale).mul_(self.scale)
         if self.bias is not None:
             y += self.bias.to(torch.float32)
         return y.to(x.dtype).view(*x.shape[:-1], self.out_features)
