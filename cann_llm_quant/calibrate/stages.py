@@ -8,8 +8,8 @@ needs of the one before (attention's output, the stream, the gated activations) 
 `StateStore`. Each linear multiplies every window exactly once, as when the layer is simply run, and with the same
 operations, so that running the stored layer again gives the same bits.
 
-A mixture's experts are measured on the tokens that the quantized model routes to them, without a float partner: the two
-models route tokens differently.
+A mixture's experts are measured on the tokens that the quantized model routes to them and on what they borrow
+(calibrate/experts.py), without a float partner: the two models route tokens differently.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -18,9 +18,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from cann_llm_quant.calibrate.experts import ExpertCollector
 from cann_llm_quant.calibrate.moments import MomentSums, SiteMoments
 from cann_llm_quant.calibrate.state_store import StateStore
-from cann_llm_quant.calibrate.statistics import StatisticsCollector
 from cann_llm_quant.calibrate.stream import HiddenStates, require_finite
 from cann_llm_quant.models.attention import CausalAttend
 from cann_llm_quant.models.decoder import DecoderLayer, ignore, rotation_of
@@ -66,16 +66,18 @@ class _Walk:
             yield inner, h.flatten(0, 1)
 
     def outputs(self) -> Iterator[Float[Tensor, "1 seq hidden"]]:
-        dense = self.layer.layer.moe is None
-        inner = self._store.all(self._slot("inner")) if dense else None
-        for window, h in enumerate(self.streams()):
-            if inner is not None:
-                mlp = self.layer.linears["down"](next(inner)[0])
-            else:
-                mlp = self.layer.mlp(self.layer.norm("post_norm", h).flatten(0, 1), ignore)
-            y = h + mlp.view_as(h)
-            require_finite(y, self.states.index, window)
-            yield y
+        for window in range(self._store.windows):
+            yield self.output(window)
+
+    def output(self, window: int) -> Float[Tensor, "1 seq hidden"]:
+        h = self._store.get(self._slot("stream"), window)
+        if self.layer.layer.moe is None:
+            mlp = self.layer.linears["down"](self._store.get(self._slot("inner"), window)[0])
+        else:
+            mlp = self.layer.mlp(self.layer.norm("post_norm", h).flatten(0, 1), ignore)
+        y = h + mlp.view_as(h)
+        require_finite(y, self.states.index, window)
+        return y
 
     def close(self) -> None:
         for slot in ("mixed", "stream", "inner"):
@@ -89,8 +91,8 @@ class StagedLayer:
     """A layer on its way from float to quantized; `wanted` are the sites to be measured.
 
     `float_layer` and `float_states` are None where no float model walks along. `factors` are what the quantized model's
-    producers were divided by, by site: the float model's inputs are divided by the same. `step` is called after every
-    window.
+    producers were divided by, by site: the float model's inputs are divided by the same. `every_token` measures experts
+    on all tokens. `step` is called after every window.
     """
 
     def __init__(
@@ -103,13 +105,15 @@ class StagedLayer:
         float_layer: DecoderLayer | None = None,
         float_states: HiddenStates | None = None,
         factors: Mapping[str, Float[Tensor, " in"]] | None = None,
+        every_token: bool = False,
         step: Callable[[], None] = lambda: None,
     ) -> None:
         self._quantized = _Walk("quantized", layer, states, store)
         self._float = None
         if float_layer is not None and float_states is not None:
             self._float = _Walk("float", float_layer, float_states, store)
-        self._wanted, self._factors, self._step = frozenset(wanted), factors or {}, step
+        self._wanted, self._factors, self._step = tuple(wanted), factors or {}, step
+        self._every_token = every_token
 
     def sites(self) -> Iterator[Measured]:
         """Moments of the sites, stage by stage; the caller replaces the linears of a stage before taking the next."""
@@ -130,6 +134,20 @@ class StagedLayer:
             if walk is not None:
                 for _ in walk.states.replace(walk.outputs()):
                     self._step()
+        self.close()
+
+    def pair(self, window: int) -> tuple[Float[Tensor, "1 seq hidden"], Float[Tensor, "1 seq hidden"]]:
+        """The quantized model's input of the layer, and the float model's output; after all sites."""
+        assert self._float is not None
+        return self._quantized.states.window(window), self._float.output(window)
+
+    def rerun(self, layer: DecoderLayer) -> None:
+        """Replace the states of the quantized model by the outputs of `layer` instead of those of the walk."""
+        for _ in self._quantized.states.advance(layer):
+            self._step()
+        if self._float is not None:
+            for _ in self._float.states.replace(self._float.outputs()):
+                self._step()
         self.close()
 
     def close(self) -> None:
@@ -162,16 +180,12 @@ class StagedLayer:
     def _mixture(self, kind: str) -> Measured:
         """Sites of all experts and of the shared expert that end in `kind`, over the tokens routed to them."""
         layer = self._quantized.layer
-        collector = StatisticsCollector(site for site in self._wanted if site.endswith(kind))
+        sites = [site for site in self._wanted if site.endswith(kind)]
+        collector = ExpertCollector(layer, sites, every_token=self._every_token)
         for h in self._quantized.streams():
             layer.mlp(layer.norm("post_norm", h).flatten(0, 1), collector.observe)
             self._step()
-        return moments_of(collector)
-
-
-def moments_of(collector: StatisticsCollector) -> Measured:
-    """What a collector measured, as moments without a float partner."""
-    found: Mapping[str, SiteMoments] = {
-        site: SiteMoments(s.hessian, None, None, s.tokens) for site, s in collector.finish().items()
-    }
-    return dict(found)
+        return {
+            site: SiteMoments(s.hessian, None, None, s.tokens, s.borrowed, s.routed)
+            for site, s in collector.finish().items()
+        }

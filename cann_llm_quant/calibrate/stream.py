@@ -10,6 +10,7 @@ recomputes.
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from jaxtyping import Float, Int
@@ -66,8 +67,19 @@ class HiddenStates:
             return
         with self.path(self.index).open("rb") as file:
             for _ in range(self.shape[0]):
-                window = torch.frombuffer(bytearray(file.read(self._window_bytes)), dtype=self.dtype)
-                yield window.view(1, *self.shape[1:]).to(self.device)
+                yield self._read(file)
+
+    def window(self, number: int) -> Float[Tensor, "1 seq hidden"]:
+        """One window's states, on the compute device."""
+        if not self.spooled:
+            return self._memory[number].to(self.device)
+        with self.path(self.index).open("rb") as file:
+            file.seek(number * self._window_bytes)
+            return self._read(file)
+
+    def _read(self, file: BinaryIO) -> Tensor:
+        window = torch.frombuffer(bytearray(file.read(self._window_bytes)), dtype=self.dtype)
+        return window.view(1, *self.shape[1:]).to(self.device)
 
     def advance(self, layer: DecoderLayer, *, check_finite: bool = True) -> Iterator[int]:
         """Replace the states by `layer`'s outputs; yields the number of windows done.
