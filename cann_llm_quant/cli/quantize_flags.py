@@ -83,6 +83,23 @@ Symmetric = Annotated[
         rich_help_panel=SCHEME,
     ),
 ]
+ActRange = Annotated[
+    Literal["minmax", "moving", "percentile", "mse", "entropy"] | None,
+    typer.Option(
+        "--act-range",
+        help="How static schemes (W8A8-STATIC, FP8-STATIC) estimate the ranges of activations. [default: minmax]",
+        rich_help_panel=SCHEME,
+    ),
+]
+ActPercentile = Annotated[
+    float | None,
+    typer.Option(
+        "--act-percentile",
+        metavar="P",
+        help="Percentile of the activations' magnitudes that static ranges reach. [default: 99.9]",
+        rich_help_panel=SCHEME,
+    ),
+]
 Clip = Annotated[
     bool | None,
     typer.Option(

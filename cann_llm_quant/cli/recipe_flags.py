@@ -47,12 +47,32 @@ def resolve_recipe(file: Path | None, flags: Mapping[str, Any], ignore: Sequence
         value = flags[flag]
         if value is not None:
             _field(document, path[:-1])[path[-1]] = value
+    _set_ranges(document["scheme"], flags.get("act_range"), flags.get("act_percentile"))
     if ignore:
         document["rules"] = [*document["rules"], {"match": list(ignore), "scheme": "skip"}]
     for name in document["formats"]:
         if name not in FORMATS:
             raise UsageError(f"format {name!r} is not available; this version writes: {', '.join(FORMATS)}")
     return validate_recipe(document, "the command line")
+
+
+def _set_ranges(scheme: dict[str, Any], method: str | None, percentile: float | None) -> None:
+    """How static ranges of activations are estimated; a percentile alone means that estimator.
+
+    Raises UsageError where the scheme stores no ranges.
+    """
+    if method is None and percentile is None:
+        return
+    activations = scheme["activations"]
+    if activations is None or activations["dynamic"]:
+        raise UsageError(
+            "--act-range and --act-percentile are for stored ranges; add a static --scheme, W8A8-STATIC say"
+        )
+    if percentile is not None and method not in (None, "percentile"):
+        raise UsageError(f"--act-percentile is of the percentile estimator, not of --act-range {method}; drop one")
+    activations["range"] = method or "percentile"
+    if percentile is not None:
+        activations["percentile"] = percentile
 
 
 def named_scheme(name: str) -> dict[str, Any]:
