@@ -97,6 +97,10 @@ class SiteInputs:
         return stored_range(min(0.0, float(x.amin())), max(0.0, float(x.amax())), self.scheme)
 
 
+def _strided(rows: Tensor, most: int) -> Tensor:
+    return rows[:: max(1, -(-rows.shape[0] // max(1, most)))]
+
+
 @dataclass(frozen=True)
 class ScaleSite:
     """The linears of one site with everything that judges a factor.
@@ -121,10 +125,11 @@ class ScaleSite:
             object.__setattr__(self, "row_weights", (1.0,) * len(self.weights))
 
     def strided(self, max_rows: int) -> "ScaleSite":
-        """At most `max_rows` rows of every linear, evenly spread."""
-        some = [w[:: -(-w.shape[0] // max(1, max_rows))] for w in self.weights]
+        """At most `max_rows` rows of every linear and of the input's sample, evenly spread."""
+        some = [_strided(w, max_rows) for w in self.weights]
         ratios = tuple(w.shape[0] / s.shape[0] for w, s in zip(self.weights, some, strict=True))
-        return replace(self, weights=some, row_weights=ratios)
+        inputs = None if self.inputs is None else replace(self.inputs, sample=_strided(self.inputs.sample, max_rows))
+        return replace(self, weights=some, row_weights=ratios, inputs=inputs)
 
     def column_max(self) -> Float[Tensor, "in"]:
         """Largest magnitude of every column over all linears."""
