@@ -48,12 +48,6 @@ class FeedbackLayer:
         for measured in staged.sites():
             for site, moments in measured.items():
                 self._solve_site(site, moments)
-        for module in self._schemes.keys() - self._linears.keys():
-            # Experts that no token was routed to.
-            scheme, weight = self._schemes[module], self._smoothed.tensors[f"{module}.weight"]
-            dtype = choose_scale_dtype(weight, scheme, self._storage[f"{module}.weight"])
-            solved = SolvedLinear(rtn.solve(weight, scheme, dtype, clip="mse"), None)
-            self._take(self._role(module), module, solved, None, None)
         kept = {n: t for n, t in self._smoothed.tensors.items() if n.removesuffix(".weight") not in self._schemes}
         stored = self._stored | {name: tensor.to(self._storage[name]) for name, tensor in kept.items()}
         linears = {module: self._linears[module] for module in self._schemes}
@@ -73,7 +67,7 @@ class FeedbackLayer:
         solved = solve_site(linears, trusted_moments(self._layer, site, moments), self._job.recipe.effort_plan)
         self._warnings += solved.warnings
         for module, linear in solved.linears.items():
-            self._take(modules[module], module, linear, solved.plain[module], moments.tokens)
+            self._take(modules[module], module, linear, solved.plain[module], moments)
 
     def _float_linear(self, module: str, site: str, scheme: Scheme) -> FloatLinear:
         name = f"{module}.weight"
@@ -82,12 +76,9 @@ class FeedbackLayer:
         error = self._smoothed.fold_error(module, site, plain.dequantize().sub_(source))
         return FloatLinear(folded, error, scheme, choose_scale_dtype(folded, scheme, self._storage[name]))
 
-    def _role(self, module: str) -> str:
-        return next(spec.role for spec in self._layer.linears if spec.module == module)
-
-    def _take(self, role: str, module: str, linear: SolvedLinear, plain: float | None, tokens: int | None) -> None:
+    def _take(self, role: str, module: str, linear: SolvedLinear, plain: float, moments: SiteMoments) -> None:
         self._stored |= native.encode(module, linear.weight)
-        self._linears[module] = linear_entry(linear, plain, tokens)
+        self._linears[module] = linear_entry(linear, plain, moments)
         old = self._running.linears[role]
         bias = old.bias if isinstance(old, DenseLinear) else None
         weight = linear.weight.dequantize().to(self._job.device, self._job.dtype)
