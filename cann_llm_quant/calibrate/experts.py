@@ -13,6 +13,7 @@ looks on, and what it runs besides goes nowhere.
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from jaxtyping import Float
@@ -64,16 +65,19 @@ class ExpertCollector:
         A site is absent only when no token at all came.
         """
         found = self._collector.finish()
+        rows = self._inputs.rows()
         if self._every_token:
             everything = found.pop(ALL_INPUTS, None)
             if everything is not None:
                 found |= {site: everything for site in self._sites if _is_expert_input(site)}
-            return found
-        rows = self._inputs.rows()
-        if rows is not None:
+        elif rows is not None:
             for expert in self._experts:
                 found |= self._borrowing(expert, rows, found)
-        return found
+        return {site: self._counted(site, statistics) for site, statistics in found.items()}
+
+    def _counted(self, site: str, statistics: SiteStatistics) -> SiteStatistics:
+        expert = expert_of(site)
+        return statistics if expert is None else replace(statistics, routed=self.routed[expert])
 
     def _add_mixture(self, x: Float[Tensor, "tokens in"]) -> None:
         """All tokens of the mixture. Every expert's gate and up read the same, so their sums are made once."""
@@ -122,6 +126,21 @@ def join(
     total = own.tokens + borrowed
     mean_abs = (own.mean_abs * own.tokens + mean_abs * borrowed) / total
     return SiteStatistics(own.hessian + hessian, mean_abs, own.amax, own.tokens, own.sample, borrowed)
+
+
+def on_every_token(layer: DecoderLayer, observe: Observe) -> Observe:
+    """`observe` made to see every expert of a mixture on all tokens, instead of those routed to it."""
+    moe = layer.layer.moe
+    experts = range(0 if moe is None else moe.num_experts)
+
+    def look(site: str, x: Tensor) -> None:
+        if site == ALL_INPUTS:
+            for expert in experts:
+                layer.gate(f"experts.{expert}.", x, observe)
+        elif expert_of(site) is None:
+            observe(site, x)
+
+    return look
 
 
 def expert_of(site: str) -> int | None:

@@ -23,12 +23,22 @@ _SMALLEST_STREAM = 1e-2
 
 @dataclass(frozen=True)
 class SiteMoments:
-    """Moments of one site over `tokens` tokens; `cross` and `residual` are None where no float stream was paired."""
+    """Moments of one site over `tokens` tokens; `cross` and `residual` are None where no float stream was paired.
+
+    `borrowed` and `routed` as in `SiteStatistics`.
+    """
 
     hessian: Float[Tensor, "in in"]
     cross: Float[Tensor, "in in"] | None
     residual: Float[Tensor, "hidden in"] | None
     tokens: int
+    borrowed: int = 0
+    routed: int | None = None
+
+    @property
+    def evidence(self) -> int:
+        """How many tokens the Hessian is worth: measured ones and those borrowed from other experts."""
+        return self.tokens + self.borrowed
 
 
 class MomentSums:

@@ -23,7 +23,8 @@ from torch import Tensor
 class SiteStatistics:
     """Measured input statistics of one site; see the module's formulas.
 
-    `borrowed` tokens' worth of the sums come from other experts of a mixture (see calibrate/experts.py).
+    `borrowed` tokens' worth of the sums come from other experts of a mixture (see calibrate/experts.py); `routed` is
+    how many tokens the router sent to the expert, None for other sites.
     """
 
     hessian: Float[Tensor, "in in"]
@@ -32,6 +33,7 @@ class SiteStatistics:
     tokens: int
     sample: Float[Tensor, "rows in"] | None = None
     borrowed: int = 0
+    routed: int | None = None
 
     @property
     def evidence(self) -> int:

@@ -147,7 +147,9 @@ class LinearReport(_Section):
 
     rtn_error: float | None
     error: float | None
-    tokens: int | None
+    tokens: int | None = Field(description="calibration tokens that its input was measured on")
+    borrowed: int = Field(default=0, description="tokens' worth of other experts' input that joined the measured ones")
+    routed: int | None = Field(default=None, description="tokens that the router sent to the linear's expert")
 
 
 class InferenceConfig(_Section):

@@ -23,6 +23,8 @@ from cann_llm_quant.export.inference_config import (
 )
 from cann_llm_quant.export.model_config import json_bytes, output_config
 from cann_llm_quant.export.quantization_config import quantization_config
+from cann_llm_quant.pipeline.expert_counts import expert_counts
+from cann_llm_quant.pipeline.input_ranges import FEW_TOKENS
 from cann_llm_quant.pipeline.prepare import LIBRARIES, Job, peak_memory_bytes
 from cann_llm_quant.pipeline.request import QuantizeReport
 
@@ -78,7 +80,7 @@ def _inference_config(job: Job, records: Records) -> InferenceConfig:
             libraries={name: version(name) for name in LIBRARIES},
         ),
         linears={
-            module: LinearReport(rtn_error=entry["rtn_error"], error=entry["error"], tokens=entry["tokens"])
+            module: LinearReport(**{field: entry[field] for field in LinearReport.model_fields})
             for module, entry in _linears(records).items()
         },
     )
@@ -129,7 +131,7 @@ def summarize(
     job: Job, records: Records, written: WrittenCheckpoint, resumed: int, seconds: float, warnings: list[str]
 ) -> QuantizeReport:
     """The report of a finished run."""
-    linears = _linears(records).values()
+    linears = _linears(records)
     counts = accounting(job, records)
     tensors, schemes = job.source.tensors, job.assignment.schemes
     elements = {name: torch.Size(info.shape).numel() for name, info in tensors.items()}
@@ -152,8 +154,9 @@ def summarize(
         weight_files=list(written.weight_files),
         output_bytes=sum(path.stat().st_size for path in written.path.rglob("*") if path.is_file()),
         source_bytes=sum(info.nbytes for info in tensors.values()),
-        mean_rtn_error=_mean([entry["rtn_error"] for entry in linears]),
-        mean_error=_mean([entry["error"] for entry in linears]),
+        mean_rtn_error=_mean([entry["rtn_error"] for entry in linears.values()]),
+        mean_error=_mean([entry["error"] for entry in linears.values()]),
+        experts=expert_counts(job.arch, linears, FEW_TOKENS),
         calibration=job.corpus,
         seconds=seconds,
         peak_memory_bytes=peak_memory_bytes(),

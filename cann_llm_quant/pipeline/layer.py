@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from cann_llm_quant.calibrate.moments import SiteMoments
 from cann_llm_quant.calibrate.statistics import SiteStatistics
 from cann_llm_quant.calibrate.stream import run_layer
 from cann_llm_quant.export import native
@@ -75,7 +76,7 @@ def quantize_layer(
         )
         running[name] = solved.weight.dequantize()
         stored |= native.encode(module, solved.weight)
-        linears[module] = linear_entry(solved, rtn_errors[module], None if site is None else site.tokens)
+        linears[module] = linear_entry(solved, rtn_errors[module], site)
     for name, tensor in smoothed.tensors.items():
         stored[name] = tensor.to(storage[name])
         running[name] = stored[name].to(torch.float32)
@@ -84,12 +85,16 @@ def quantize_layer(
     return LayerResult(stored, running, record)
 
 
-def linear_entry(solved: SolvedLinear, rtn_error: float | None, tokens: int | None) -> dict[str, Any]:
+def linear_entry(
+    solved: SolvedLinear, rtn_error: float | None, seen: SiteStatistics | SiteMoments | None
+) -> dict[str, Any]:
     """What is recorded of a linear; errors are relative, of plain rounding and of what was chosen."""
     return {
         "rtn_error": _nine_digits(rtn_error),
         "error": _nine_digits(solved.error),
-        "tokens": tokens,
+        "tokens": None if seen is None else seen.tokens,
+        "borrowed": 0 if seen is None else seen.borrowed,
+        "routed": None if seen is None else seen.routed,
         "scale_dtype": str(solved.weight.scale.dtype).removeprefix("torch."),
     }
 
@@ -106,13 +111,13 @@ def unsmoothed(layer: Layer, smoothed: Smoothed) -> tuple[str, ...]:
 
 
 def unseen(layer: Layer, linears: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
-    """Experts that nothing was routed to are rounded without statistics; that is a result, so it is said."""
+    """Experts that nothing was routed to are solved for other tokens; that is a result, so it is said."""
     roles = {spec.module: spec.role for spec in layer.linears}
-    unseen = {roles[module].split(".")[1] for module, entry in linears.items() if entry["tokens"] is None}
+    unseen = {roles[module].split(".")[1] for module, entry in linears.items() if entry["tokens"] == 0}
     if layer.moe is None or not unseen:
         return ()
     count = f"{len(unseen)} of {layer.moe.num_experts} experts"
-    return (f"layer {layer.index}: {count} saw no calibration token; they are rounded without statistics",)
+    return (f"layer {layer.index}: {count} saw no calibration token; they are solved for what other experts saw",)
 
 
 def smooth_checked(

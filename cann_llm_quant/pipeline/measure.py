@@ -6,8 +6,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from cann_llm_quant.calibrate.experts import ExpertCollector
 from cann_llm_quant.calibrate.moments import SiteMoments
-from cann_llm_quant.calibrate.statistics import SiteStatistics, StatisticsCollector
+from cann_llm_quant.calibrate.statistics import SiteStatistics
 from cann_llm_quant.calibrate.stream import HiddenStates, run_layer
 from cann_llm_quant.errors import NumericError
 from cann_llm_quant.models.arch import Layer
@@ -21,20 +22,20 @@ def measure(job: Job, layer: Layer, states: HiddenStates, step: Callable[[], Non
 
     Raises NumericError naming the site whose input is not finite.
     """
-    collector = StatisticsCollector(quantized_sites(job, layer))
     running = build_running(job, layer, load_float(job, layer))
+    collector = ExpertCollector(running, quantized_sites(job, layer), every_token=job.recipe.moe_all_experts)
     for _ in run_layer(running, states.windows(), layer.index, collector.observe):
         step()
     statistics = collector.finish()
     for site, measured in statistics.items():
         # Replaced one by one, so that only one Gram matrix is held twice.
-        statistics[site] = replace(measured, hessian=_trusted(layer, site, measured.hessian, measured.tokens))
+        statistics[site] = replace(measured, hessian=_trusted(layer, site, measured.hessian, measured.evidence))
     return statistics
 
 
 def trusted_moments(layer: Layer, site: str, moments: SiteMoments) -> SiteMoments:
     """The moments with the Hessian shrunk for want of tokens. Raises NumericError when the input is not finite."""
-    return replace(moments, hessian=_trusted(layer, site, moments.hessian, moments.tokens))
+    return replace(moments, hessian=_trusted(layer, site, moments.hessian, moments.evidence))
 
 
 def _trusted(layer: Layer, site: str, hessian: Tensor, tokens: int) -> Tensor:

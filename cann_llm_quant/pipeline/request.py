@@ -4,6 +4,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from cann_llm_quant.pipeline.expert_counts import ExpertCounts
+
 GIB = 1 << 30
 
 Stage = Literal[
@@ -68,6 +70,7 @@ class QuantizeReport:
     source_bytes: int
     mean_rtn_error: float | None
     mean_error: float | None
+    experts: ExpertCounts | None
     calibration: dict[str, Any] | None
     seconds: float
     peak_memory_bytes: int

@@ -94,12 +94,12 @@ def _feed_back(
     if factor is None:
         low, high = (float(end) for end in h.diagonal().aminmax())
         return rounded, (
-            f"{module}: its Hessian cannot be factorized ({moments.tokens} tokens, diagonal {low:.2g} to {high:.2g}); "
+            f"{module}: Hessian of {moments.evidence} tokens cannot be factorized, diagonal {low:.2g} to {high:.2g}; "
             "rounded without error feedback",
         )
     warnings: tuple[str, ...] = ()
     if factor.damping > DAMPING:
-        warnings += (f"{module}: singular Hessian ({moments.tokens} tokens), damping raised to {factor.damping:g}",)
+        warnings += (f"{module}: singular Hessian ({moments.evidence} tokens), damping raised to {factor.damping:g}",)
     if factor.broken_pivots:
         warnings += (f"{module}: {factor.broken_pivots} columns passed no error on, their pivots left float32",)
     weight = feed_back(rounded, target, factor)

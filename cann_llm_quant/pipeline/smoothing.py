@@ -8,7 +8,7 @@ relative change above 1e-4 undoes all folds of the layer and is reported.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from jaxtyping import Float, Int
@@ -174,9 +174,10 @@ def _producer_rows(arch: Arch, site: Site, factor: Float[Tensor, " in"]) -> Floa
 
 
 def _rescale(statistics: SiteStatistics, factor: Float[Tensor, " in"]) -> SiteStatistics:
-    return SiteStatistics(
-        rescale_hessian(statistics.hessian, factor),
-        statistics.mean_abs / factor,
-        statistics.amax / factor,
-        statistics.tokens,
+    return replace(
+        statistics,
+        hessian=rescale_hessian(statistics.hessian, factor),
+        mean_abs=statistics.mean_abs / factor,
+        amax=statistics.amax / factor,
+        sample=None if statistics.sample is None else statistics.sample / factor,
     )

@@ -7,6 +7,7 @@ import torch
 from tiny_models import our_logits, save_text, save_tiny
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
+from cann_llm_quant.export.inference_config import load_inference_config
 from cann_llm_quant.pipeline import RunOptions, quantize_model
 from cann_llm_quant.recipe import Calibration, Recipe, Rule, WeightScheme
 
@@ -58,9 +59,20 @@ def test_what_transformers_cannot_load_is_said_before_the_work(tmp_path: Path, r
     assert any(words in warning for warning in report.warnings)
 
 
-def test_c52_experts_without_tokens_are_reported(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["awq", "gptq"])
+@pytest.mark.parametrize("every", [False, True])
+def test_c52_experts_without_tokens_borrow_and_are_reported(tmp_path: Path, method: str, every: bool) -> None:
     model = save_tiny(tmp_path / "model", "qwen3_moe", **EXPERTS["qwen3_moe"] | {"num_experts": 16})
-    recipe = Recipe(calibration=Calibration(data=(str(save_text(tmp_path / "t.txt")),), samples=1, length=4))
+    calibration = Calibration(data=(str(save_text(tmp_path / "t.txt")),), samples=1, length=4)
+    recipe = Recipe.model_validate({"method": method, "calibration": calibration, "moe_all_experts": every})
     report = quantize_model(str(model), tmp_path / "out", recipe, options=RunOptions())
-    assert any("saw no calibration token" in warning for warning in report.warnings)
+    assert any("saw no calibration token" in warning for warning in report.warnings) is not every
+    experts = {m: e for m, e in load_inference_config(tmp_path / "out").linears.items() if ".experts." in m}
+    assert all(entry.error is not None for entry in experts.values())
+    assert all((entry.borrowed > 0) is not every for entry in experts.values())
+    gates = [entry for module, entry in experts.items() if module.endswith("gate_proj")]
+    assert [sum(entry.routed or 0 for entry in gates[begin : begin + 16]) for begin in (0, 16)] == [8, 8]
+    assert all(entry.tokens == (4 if every else entry.routed) for entry in gates)
+    assert report.experts is not None
+    assert (report.experts.count, report.experts.median_tokens) == (32, 0)
     assert bool(torch.isfinite(our_logits(tmp_path / "out", IDS)).all())
