@@ -26,12 +26,12 @@ def units_to_measure(units: Sequence[Unit], estimates: Mapping[str, float], coun
             kinds.setdefault(unit.kind, []).append(unit)
     if count <= 0 or not kinds:
         return []
-    each = max(1, round(count / len(kinds)))
+    share = max(1, round(count / len(kinds)))
     chosen: list[Unit] = []
     for members in kinds.values():
         ranked = sorted(members, key=lambda unit: -estimates[unit.name])
-        places = {round(i * (len(ranked) - 1) / max(1, each - 0.5)) for i in range(min(each, len(ranked)))}
-        chosen += [ranked[place] for place in sorted(places)]
+        each = min(share, len(ranked))
+        chosen += [ranked[i * len(ranked) // each] for i in range(each)]
     return chosen
 
 

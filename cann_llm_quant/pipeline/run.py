@@ -19,6 +19,7 @@ from cann_llm_quant.models.arch import Layer
 from cann_llm_quant.pipeline.closing import output_files, summarize
 from cann_llm_quant.pipeline.layer_run import layer_passes, quantize_one
 from cann_llm_quant.pipeline.layer_tensors import require_finite
+from cann_llm_quant.pipeline.mixing import resolve_mix
 from cann_llm_quant.pipeline.prepare import Job, prepare
 from cann_llm_quant.pipeline.request import Event, QuantizeReport, RunOptions, Stage
 from cann_llm_quant.pipeline.states import streams_before
@@ -53,6 +54,7 @@ def quantize_model(
         allow_pickle=options.allow_pickle,
         ignore_source_quant=options.ignore_source_quant,
     ) as source:
+        recipe = resolve_mix(source, _name_of(model), recipe, options, tell)
         job = prepare(source, _name_of(model), recipe, options, tell)
         with CheckpointWriter.open(
             output,
