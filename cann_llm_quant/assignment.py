@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from math import gcd
 
 from cann_llm_quant.errors import UsageError
+from cann_llm_quant.loading import format_warnings, mixture_warnings, tensor_parallel_warnings
 from cann_llm_quant.models.arch import Arch, LinearSpec
 from cann_llm_quant.quant.activations import MX_GROUP, NV_GROUP
 from cann_llm_quant.quant.scheme import (
@@ -90,9 +91,10 @@ def assign(arch: Arch, recipe: Recipe, *, allow_empty_pattern: bool = False, ten
         warnings.append(
             f"no group size fits {len(rows)} linears, they get one scale a row: {rows[0]}{' …' if rows[1:] else ''}"
         )
-    warnings += _loading_warnings(schemes, kept, linears) + _table_warnings(tables)
-    warnings += _tensor_parallel_warnings(arch, schemes, tensor_parallel)
+    warnings += mixture_warnings(schemes, kept, linears) + _table_warnings(tables)
+    warnings += tensor_parallel_warnings(arch, schemes, tensor_parallel)
     activations, ranges = _inputs(linears, wanted, schemes)
+    warnings += format_warnings(schemes, activations, linears)
     return Assignment(schemes, kept, hits, tuple(warnings), activations, ranges, tables)
 
 
@@ -326,39 +328,3 @@ def activation_scheme(wanted: ActivationFormat, *, tiled: bool = False) -> Activ
 def _misfit_message(misfits: list[str]) -> str:
     shown = "; ".join(misfits[:4]) + (f"; and {len(misfits) - 4} more" if len(misfits) > 4 else "")
     return f"{shown}. Choose a size that fits, leave the group size out, or pass --on-misfit smaller or skip"
-
-
-def _loading_warnings(schemes: Mapping[str, Scheme], kept: Mapping[str, str], linears: list[LinearSpec]) -> list[str]:
-    """What transformers will not load, said before the work (see docs/design.md, decision 18)."""
-    experts = [spec.module for spec in linears if spec.role.startswith("experts.")]
-    warnings = []
-    if len({schemes.get(module) for module in experts}) > 1:
-        left = sum(module in kept for module in experts)
-        differ = f"{left} of {len(experts)} experts' linears stay in float" if left else "experts differ in scheme"
-        warnings.append(f"{differ}: transformers loads experts of one scheme only")
-    asymmetric = [module for module, scheme in schemes.items() if not scheme.symmetric]
-    if any(module in experts for module in asymmetric):
-        warnings.append("asymmetric experts: transformers loads symmetric ones only")
-    elif asymmetric and len(set(schemes.values())) > 1:
-        warnings.append("asymmetric linears beside another scheme: transformers 5.24 cannot load them")
-    return warnings
-
-
-def _tensor_parallel_warnings(arch: Arch, schemes: dict[str, Scheme], degree: int) -> list[str]:
-    """Row-parallel linears (o, down) are split along their input: each part must hold whole groups."""
-    split = []
-    for layer in arch.layers:
-        for spec in layer.linears:
-            scheme = schemes.get(spec.module)
-            row_parallel = spec.role == "o" or spec.role.split(".")[-1] == "down"
-            if not row_parallel or scheme is None or scheme.group_size is None:
-                continue
-            part, rest = divmod(spec.in_features, degree)
-            if rest or part % scheme.group_size:
-                split.append(f"{spec.module} ({spec.in_features} columns, groups of {scheme.group_size})")
-    if not split:
-        return []
-    return [
-        f"{len(split)} linears do not split into whole groups over {degree} devices, tensor-parallel runtimes cannot "
-        f"load them: {split[0]}{' …' if len(split) > 1 else ''}"
-    ]

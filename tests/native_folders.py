@@ -9,8 +9,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cann_llm_quant.export import native
+from cann_llm_quant.export.inference_config import InputFormat, WeightFormat
 from cann_llm_quant.export.quantization_config import quantization_config
-from cann_llm_quant.quant.scheme import QuantizedTensor, Scheme
+from cann_llm_quant.quant.rtn import solve
+from cann_llm_quant.quant.scheme import ActivationScheme, QuantizedTensor, Scheme
 
 
 def round_weight(weight: Tensor, scheme: Scheme) -> QuantizedTensor:
@@ -30,8 +32,8 @@ def round_weight(weight: Tensor, scheme: Scheme) -> QuantizedTensor:
     )
 
 
-def save_native(source: Path, out: Path, scheme: Scheme) -> Path:
-    """`source` with every linear of its layers packed, except routers; returns `out`."""
+def save_native(source: Path, out: Path, scheme: Scheme, inputs: ActivationScheme | None = None) -> Path:
+    """`source` with every linear of its layers but routers quantized, inputs as `inputs` says; returns `out`."""
     shutil.copytree(source, out)
     stored: dict[str, Tensor] = {}
     schemes: dict[str, Scheme] = {}
@@ -39,27 +41,26 @@ def save_native(source: Path, out: Path, scheme: Scheme) -> Path:
         module = name.removesuffix(".weight")
         routes = module.endswith(("mlp.gate", "shared_expert_gate"))
         if tensor.dim() == 2 and ".layers." in name and not routes:
-            stored |= native.encode(module, round_weight(tensor, scheme))
+            own = scheme.is_integer and scheme.strategy in ("group", "channel")
+            weight = round_weight(tensor, scheme) if own else solve(tensor, scheme, torch.bfloat16)
+            stored |= native.encode(module, weight, inputs)
             schemes[module] = scheme
         else:
             stored[name] = tensor
     save_file(stored, out / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    config["quantization_config"] = quantization_config(schemes, ["lm_head"])
+    config["quantization_config"] = quantization_config(
+        schemes, ["lm_head"], {} if inputs is None else dict.fromkeys(schemes, inputs)
+    )
     (out / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    (out / "inference_config.json").write_text(json.dumps(_inference(config, schemes)), encoding="utf-8")
+    (out / "inference_config.json").write_text(json.dumps(_inference(config, schemes, inputs)), encoding="utf-8")
     return out
 
 
-def _inference(config: dict, schemes: dict[str, Scheme]) -> dict:
+def _inference(config: dict, schemes: dict[str, Scheme], inputs: ActivationScheme | None) -> dict:
     scheme = next(iter(schemes.values()))
-    weights = {
-        "dtype": scheme.dtype,
-        "symmetric": scheme.symmetric,
-        "strategy": scheme.strategy,
-        "group_size": scheme.group_size,
-        "scale_dtype": "bfloat16",
-    }
+    weights = WeightFormat.of(scheme, "bfloat16").model_dump()
+    formats = {} if inputs is None else {"all": InputFormat.of(inputs).model_dump()}
     return {
         "format_version": 1,
         "model_type": config["model_type"],
@@ -69,6 +70,7 @@ def _inference(config: dict, schemes: dict[str, Scheme]) -> dict:
             "float": {},
             "bits_per_weight": 4.5,
         },
+        "inputs": {"schemes": formats, "linears": dict.fromkeys(schemes, "all") if formats else {}},
         "limits": {"max_context": config["max_position_embeddings"]},
         "accounting": {"source": 0, "quantized": 0, "kept": 0, "dropped": {}, "extra": []},
         "provenance": {
