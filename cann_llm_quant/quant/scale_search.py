@@ -10,9 +10,9 @@ errors are independent. Candidates come from the methods (awq.py, smooth.py); 1 
 
 `effort` says how carefully they are judged. `best` ranks them on some rows of every linear with a short search for the
 grid, ranks the first four again on more rows, and the winner must beat 1 on all rows with the full search. `fast` and
-`balanced` decide on 256 or 512 rows of every linear, with grids that weigh columns one by one, and count errors within
-blocks of columns: rounding errors of different groups are nearly independent, so that mostly noise is left out. Their
-results' errors are estimates from those rows.
+`balanced` rank on 256 or 512 rows with grids that weigh columns one by one, and let 1 and the first two compete on a
+quarter of these rows under the full search. Both count errors within blocks of columns only: rounding errors of
+different groups are nearly independent, so that mostly noise is left out. Their results' errors are estimates.
 """
 
 import math
@@ -35,10 +35,11 @@ from cann_llm_quant.quant.rtn import Clip
 from cann_llm_quant.quant.scheme import ActivationScheme, QuantizedTensor, Scheme
 
 SearchEffort = Literal["fast", "balanced", "best"]
-_Judge = Literal["blocks", "coarse", "full"]
+Judge = Literal["quick", "blocks", "coarse", "full"]
 
-_DECIDING_ROWS = {"fast": 256, "balanced": 512}
+_RANKING_ROWS = {"fast": 256, "balanced": 512}
 _FINALISTS = 4
+_QUICK_FINALISTS = 2
 
 
 @dataclass(frozen=True)
@@ -135,19 +136,23 @@ class ScaleSite:
         """Largest magnitude of every column over all linears."""
         return torch.stack([w.abs().amax(0) for w in self.weights]).amax(0)
 
-    def error(self, factor: Float[Tensor, "in"], judge: _Judge) -> float:
-        """What the site's outputs move by, squared and summed over tokens: the module's two terms."""
-        hessian = None if judge == "blocks" else rescale_hessian(self.hessian, factor)
+    def error(self, factor: Float[Tensor, "in"], judge: Judge) -> float:
+        """What the site's outputs move by, squared and summed over tokens: the module's two terms.
+
+        `full` is exact with the grid of the final quantization, `blocks` leaves out what blocks have in common,
+        `coarse` searches a shorter grid, `quick` both.
+        """
+        hessian = None if judge == "quick" else rescale_hessian(self.hessian, factor)
         moved = None if self.inputs is None else self.inputs.errors(factor)
         shared = float((self.column_max() * factor).amax()) if self._shares_scale() else None
         total = 0.0
         for w, scheme, weight in zip(self.weights, self.schemes, self.row_weights, strict=True):
             folded = w * factor
             delta = self._rounding(folded, scheme, factor, hessian, judge, shared)
-            if hessian is None:
+            if judge in ("quick", "blocks"):
                 loss = block_output_error(delta.div_(factor), self.hessian, scheme.columns_per_scale(w.shape[1]))
             else:
-                loss = output_error(delta, hessian)
+                loss = output_error(delta.div_(factor), self.hessian)
             if moved is not None:
                 loss += float((moved @ folded.T).square_().sum(dtype=torch.float64))
             total += weight * loss
@@ -157,12 +162,12 @@ class ScaleSite:
         return any(scheme.strategy == "tensor" or scheme.scale_type == "e4m3" for scheme in self.schemes)
 
     def _rounding(
-        self, folded: Tensor, scheme: Scheme, factor: Tensor, hessian: Tensor | None, judge: _Judge, amax: float | None
+        self, folded: Tensor, scheme: Scheme, factor: Tensor, hessian: Tensor | None, judge: Judge, amax: float | None
     ) -> Tensor:
         """`Q(W s) - W s` on the grid of the final quantization, or on a shorter search's that suffices to rank."""
         if self.clip == "minmax":
             grid = minmax_grid(folded, scheme, self.scale_dtype, amax=amax)
-        elif judge == "full":
+        elif judge in ("full", "blocks"):
             grid = search_grid(folded, scheme, self.scale_dtype, hessian=hessian, amax=amax)
         elif judge == "coarse":
             grid = search_grid(
@@ -208,15 +213,19 @@ def best_scale(
     """
     one = Candidate("identity", 0.0, torch.ones_like(site.hessian[0], dtype=torch.float32))
     usable = [candidate for candidate in candidates if site.holds(candidate.factor)]
-    judge: _Judge = "full" if effort == "best" else "blocks"
-    deciding = site if effort == "best" else site.strided(_DECIDING_ROWS[effort])
+    judge: Judge
+    if effort == "best":
+        deciding, judge = site, "full"
+        for rows, count in ((max_rows // 4, _FINALISTS), (max_rows, 1)):
+            usable = ranked(site.strided(rows), usable, "coarse")[:count]
+    else:
+        rows = _RANKING_ROWS[effort]
+        deciding, judge = site.strided(rows // 4), "blocks"
+        usable = ranked(site.strided(rows), usable, "quick")[:_QUICK_FINALISTS]
     identity_error = deciding.error(one.factor, judge)
     if not usable:
         reason = f"no candidate stays in range of {site.storage} weights and {site.scale_dtype} scales"
         return ScaleResult(one.factor, identity_error, identity_error, "identity", 0.0, reason)
-    if effort == "best":
-        usable = ranked(site.strided(max_rows // 4), usable, "coarse")[:_FINALISTS]
-        usable = ranked(site.strided(max_rows), usable, "coarse")[:1]
     errors = [deciding.error(candidate.factor, judge) for candidate in usable]
     best = min(range(len(usable)), key=lambda i: (math.isnan(errors[i]), errors[i], i))
     # Written so that NaN, too, leaves the identity in place.
@@ -225,7 +234,7 @@ def best_scale(
     return ScaleResult(usable[best].factor, identity_error, errors[best], usable[best].rule, usable[best].ratio, "")
 
 
-def ranked(some: ScaleSite, candidates: Sequence[Candidate], judge: _Judge) -> list[Candidate]:
+def ranked(some: ScaleSite, candidates: Sequence[Candidate], judge: Judge) -> list[Candidate]:
     """Best first, by the rows of `some`; a factor that gives NaN comes last."""
     errors = [some.error(candidate.factor, judge) for candidate in candidates]
     order = sorted(range(len(errors)), key=lambda i: (math.isnan(errors[i]), errors[i], i))

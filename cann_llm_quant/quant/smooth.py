@@ -16,6 +16,7 @@ weight reads, keep the factor 1.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from jaxtyping import Float, Int
@@ -46,13 +47,16 @@ def search_migration(
 ) -> ScaleResult:
     """SmoothQuant's factor for one site, its alpha searched on a grid of tenths or given.
 
-    `tie` gives each channel a class whose members share the factor. Raises ValueError when the site's inputs are not
-    quantized, so that nothing could be gained.
+    `tie` gives each channel a class whose members share the factor. The factor is 1 where no alpha helps; the result's
+    `reason` says so of a given one. Raises ValueError when the site's inputs are not quantized.
     """
     inputs = _required(site)
     channels = Channels.of(inputs.amax, site.column_max(), tie)
     alphas = _ALPHAS[effort] if alpha is None else (alpha,)
-    return best_scale(site, list(migration_candidates(site, channels, alphas)), effort)
+    found = best_scale(site, list(migration_candidates(site, channels, alphas)), effort)
+    if alpha is not None and found.rule == "identity" and not found.reason:
+        return replace(found, reason=f"alpha {alpha:g} would not lower its error")
+    return found
 
 
 def search_migration_and_protection(
@@ -111,7 +115,7 @@ def mixed_candidates(
 ) -> Iterator[Candidate]:
     """Geometric means of the migration and the protection that are best alone, by a quick look."""
     some = site.strided(_RANKING_ROWS)
-    migration, protection = (ranked(some, rules, "blocks")[0] for rules in (migrations, protections))
+    migration, protection = (ranked(some, rules, "quick")[0] for rules in (migrations, protections))
     for r in _MIXES:
         log = (1 - r) * migration.factor.log() + r * protection.factor.log()
         yield Candidate("mixed", r, channels.factor(log))
