@@ -57,7 +57,7 @@ def load_task(
     if not items:
         raise CorpusError(f"{source} holds no question of {task.name}")
     if shots or task.preamble:
-        items = _with_examples(task, items, examples, shots, seed)
+        items = with_examples(task, items, examples, shots, seed)
     return TaskData(task, tuple(items), source, shots, items_sha256(items))
 
 
@@ -178,7 +178,7 @@ def _limited(task: Task, items: Iterable[Item], limit: int | None) -> list[Item]
     return kept
 
 
-def _with_examples(task: Task, items: list[Item], pool: Sequence[Item], shots: int, seed: int) -> list[Item]:
+def with_examples(task: Task, items: list[Item], pool: Sequence[Item], shots: int, seed: int) -> list[Item]:
     """The items behind the task's preamble and `shots` solved ones."""
     generator = random.Random(seed)
     # Where the harness may meet the question itself among the examples, it draws one more and takes it out.
