@@ -261,7 +261,10 @@ class Recipe(_Document):
 
     method: Method = "awq"
     effort: Literal["fast", "balanced", "best"] = Field(
-        default="balanced", description="what a method with gptq may cost; see docs/methods.md"
+        default="balanced", description="what the method may cost; see docs/methods.md"
+    )
+    smooth_alpha: float | None = Field(
+        default=None, ge=0, le=1, description="smoothquant's exponent for all sites; null: searched for each"
     )
     scheme: WeightScheme = WeightScheme()
     head: Head = Field(default=None, description="scheme of the output head; null: float")
@@ -278,6 +281,12 @@ class Recipe(_Document):
     expand_fusion_groups: bool = True
     calibration: Calibration = Calibration()
     formats: Annotated[tuple[Literal["native"], ...], BeforeValidator(_listed), Field(min_length=1)] = ("native",)
+
+    @model_validator(mode="after")
+    def _alpha_is_used(self) -> "Recipe":
+        if self.smooth_alpha is not None and self.smoothing != {"smoothquant"}:
+            raise ValueError(f"smooth_alpha is smoothquant's; {self.method} takes none")
+        return self
 
     @property
     def smoothing(self) -> frozenset[str]:

@@ -80,3 +80,10 @@ def test_schemes_that_a_head_or_an_embedding_cannot_have_are_refused(
 ) -> None:
     with pytest.raises(UsageError, match=rf"field {field}.*{message}"):
         validate_recipe({field: value}, "the recipe")
+
+
+def test_an_alpha_is_for_smoothquant_alone() -> None:
+    assert validate_recipe({"method": "smoothquant", "smooth_alpha": 0.5}, "r").smooth_alpha == 0.5
+    for method, alpha in (("awq", 0.5), ("smoothquant+awq", 0.5), ("smoothquant", 1.5)):
+        with pytest.raises(UsageError, match="smooth_alpha"):
+            validate_recipe({"method": method, "smooth_alpha": alpha}, "r")

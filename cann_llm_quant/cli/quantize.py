@@ -31,6 +31,7 @@ def quantize(
     show_recipe: flag.ShowRecipe = False,
     method: flag.Method = None,
     effort: flag.Effort = None,
+    smooth_alpha: flag.SmoothAlpha = None,
     scheme: flag.Scheme = None,
     bits: flag.Bits = None,
     group_size: flag.GroupSize = None,
@@ -68,6 +69,7 @@ def quantize(
     flags = {
         "method": method if method or not effort else "gptq",
         "effort": effort,
+        "smooth_alpha": smooth_alpha,
         "scheme": scheme,
         "bits": bits,
         "group_size": parse_group_size(group_size),

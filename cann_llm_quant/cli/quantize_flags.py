@@ -36,8 +36,8 @@ Method = Annotated[
         "--method",
         "--quant-method",
         metavar="NAME",
-        help="rtn (rounding), gptq (error feedback), awq or smoothquant (scaling), or several joined by +, such as "
-        "awq+gptq. [default: awq]",
+        help="rtn (rounding), gptq (error feedback), awq or smoothquant (scaling; smoothquant for quantized inputs), "
+        "or several joined by +, such as smoothquant+awq+gptq. [default: awq]",
         rich_help_panel=SCHEME,
     ),
 ]
@@ -47,6 +47,15 @@ Effort = Annotated[
         "--effort",
         help="What gptq may cost: fast about two forward passes, balanced four with drift correction, best also tunes "
         "layers. Without --method it means gptq. [default: balanced]",
+        rich_help_panel=SCHEME,
+    ),
+]
+SmoothAlpha = Annotated[
+    float | None,
+    typer.Option(
+        "--smooth-alpha",
+        metavar="0..1",
+        help="smoothquant's exponent for all sites. [default: searched for each]",
         rich_help_panel=SCHEME,
     ),
 ]

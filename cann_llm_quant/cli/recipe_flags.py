@@ -15,6 +15,7 @@ GROUP_WORDS = ("auto", "tensor", "block")
 FIELDS = {
     "method": ("method",),
     "effort": ("effort",),
+    "smooth_alpha": ("smooth_alpha",),
     "bits": ("scheme", "bits"),
     "group_size": ("scheme", "group_size"),
     "symmetric": ("scheme", "symmetric"),

@@ -16,7 +16,7 @@ from cann_llm_quant.models.arch import Arch, Layer
 from cann_llm_quant.models.weights import build_layer
 from cann_llm_quant.pipeline.linear import SolvedLinear, rounding_error, solve_linear
 from cann_llm_quant.pipeline.smoothing import Smoothed, smooth_layer
-from cann_llm_quant.quant.scheme import Scheme
+from cann_llm_quant.quant.scheme import ActivationScheme, Scheme
 from cann_llm_quant.recipe import Recipe
 
 FOLD_TOLERANCE = 1e-4
@@ -42,6 +42,7 @@ def quantize_layer(
     schemes: Mapping[str, Scheme],
     storage: Mapping[str, torch.dtype],
     recipe: Recipe,
+    activations: Mapping[str, ActivationScheme],
     probe: Float[Tensor, "1 seq hidden"] | None,
 ) -> LayerResult:
     """Quantize one layer. `load` reads its float32 tensors by stored name; one copy of them is held at any time.
@@ -60,7 +61,9 @@ def quantize_layer(
     smoothed = Smoothed(tensors, dict(statistics), {})
     warnings: tuple[str, ...] = ()
     if recipe.smoothing and probe is not None:
-        smoothed, warnings = smooth_checked(arch, layer, tensors, load, statistics, schemes, storage, recipe, probe)
+        smoothed, warnings = smooth_checked(
+            arch, layer, tensors, load, statistics, schemes, storage, recipe, activations, probe
+        )
     stored: dict[str, Tensor] = {}
     running: dict[str, Tensor] = {}
     linears: dict[str, Any] = {}
@@ -129,18 +132,19 @@ def smooth_checked(
     schemes: Mapping[str, Scheme],
     storage: Mapping[str, torch.dtype],
     recipe: Recipe,
+    activations: Mapping[str, ActivationScheme],
     probe: Float[Tensor, "1 seq hidden"],
 ) -> tuple[Smoothed, tuple[str, ...]]:
-    """Fold AWQ factors into `tensors`; undone, with a warning, when the float layer's output moves."""
+    """Fold the method's factors into `tensors`; undone, with a warning, when the float layer's output moves."""
     x = probe.to(torch.float32)
     before = next(run_layer(build_layer(arch, layer.index, tensors), iter([x]), layer.index)) - x
-    smoothed = smooth_layer(arch, layer, tensors, statistics, schemes, storage, clip=recipe.clipping)
+    smoothed = smooth_layer(arch, layer, tensors, statistics, schemes, storage, recipe, activations)
     after = next(run_layer(build_layer(arch, layer.index, smoothed.tensors), iter([x]), layer.index)) - x
     change = float((after - before).abs().max()) / max(float(before.abs().max()), torch.finfo(torch.float32).tiny)
     if change <= FOLD_TOLERANCE:
         return smoothed, ()
     warning = (
-        f"layer {layer.index}: folding AWQ scales changed the float layer's output by {change:.1e}; "
+        f"layer {layer.index}: folding scaling factors changed the float layer's output by {change:.1e}; "
         "the layer was quantized without them"
     )
     return Smoothed(load(), dict(statistics), {}), (warning,)

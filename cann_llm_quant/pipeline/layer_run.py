@@ -72,6 +72,7 @@ def _by_rounding(job: Job, layer: Layer, streams: Streams | None, passes: Passes
         layer_schemes(job, layer),
         storage_dtypes(job, layer),
         job.recipe,
+        job.assignment.activations,
         probe,
     )
     statistics.clear()
@@ -132,6 +133,7 @@ def _smoothed(
         layer_schemes(job, layer),
         storage_dtypes(job, layer),
         job.recipe,
+        job.assignment.activations,
         streams.probe(),
     )
 

@@ -16,6 +16,8 @@ from cann_llm_quant.pipeline.layer_tensors import build_running, load_float, qua
 from cann_llm_quant.pipeline.prepare import Job
 from cann_llm_quant.quant.shrinkage import shrink_hessian
 
+SAMPLE_ROWS = 512
+
 
 def measure(job: Job, layer: Layer, states: HiddenStates, step: Callable[[], None]) -> dict[str, SiteStatistics]:
     """Statistics of every site that has a quantized linear, over all windows, with the layer in float.
@@ -23,7 +25,12 @@ def measure(job: Job, layer: Layer, states: HiddenStates, step: Callable[[], Non
     Raises NumericError naming the site whose input is not finite.
     """
     running = build_running(job, layer, load_float(job, layer))
-    collector = ExpertCollector(running, quantized_sites(job, layer), every_token=job.recipe.moe_all_experts)
+    collector = ExpertCollector(
+        running,
+        quantized_sites(job, layer),
+        sample_rows=SAMPLE_ROWS if job.recipe.smoothing and job.assignment.activations else 0,
+        every_token=job.recipe.moe_all_experts,
+    )
     for _ in run_layer(running, states.windows(), layer.index, collector.observe):
         step()
     statistics = collector.finish()

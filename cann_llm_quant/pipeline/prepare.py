@@ -71,6 +71,11 @@ def prepare(
     assignment = assign(
         arch, recipe, allow_empty_pattern=options.allow_empty_pattern, tensor_parallel=options.tensor_parallel
     )
+    if recipe.smoothing == {"smoothquant"} and not assignment.activations:
+        raise UsageError(
+            "smoothquant moves outliers out of quantized inputs, but no input is quantized; ask for a scheme such as "
+            "--scheme W8A8, or use awq"
+        )
     for pattern, hits in assignment.pattern_hits.items():
         tell(Event("prepare", message=f"pattern {pattern} matches {hits} linear{'' if hits == 1 else 's'}"))
     for warning in assignment.warnings:

@@ -1,4 +1,4 @@
-"""AWQ inside one layer: search a factor for every smooth pair, fold it into the producer, keep the float function.
+"""AWQ, SmoothQuant or both in one layer: search a factor for every smooth pair, fold it, keep the float function.
 
 Order matters. Pairs whose producer is a linear of the same layer (v→o, up→down) come first, because they change rows
 of v and up before those are judged and quantized; pairs whose producer is a norm follow. A norm's new gain is rounded
@@ -25,8 +25,10 @@ from cann_llm_quant.quant.fold import (
     stored_norm_gain,
     tie_over_repeats,
 )
-from cann_llm_quant.quant.scale_search import ScaleResult
-from cann_llm_quant.quant.scheme import Scheme
+from cann_llm_quant.quant.scale_search import ScaleResult, ScaleSite, SiteInputs
+from cann_llm_quant.quant.scheme import ActivationScheme, Scheme
+from cann_llm_quant.quant.smooth import search_migration, search_migration_and_protection
+from cann_llm_quant.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -57,13 +59,13 @@ def smooth_layer(
     statistics: Mapping[str, SiteStatistics],
     schemes: Mapping[str, Scheme],
     storage: Mapping[str, torch.dtype],
-    *,
-    clip: bool,
+    recipe: Recipe,
+    activations: Mapping[str, ActivationScheme],
 ) -> Smoothed:
-    """Search and fold every smooth pair of a layer.
+    """Search and fold every smooth pair of a layer by the recipe's method.
 
     `tensors` are float32 by stored name; their entries are replaced, so that one copy of the layer exists; `schemes`
-    go by module; `storage` is each tensor's stored dtype.
+    and `activations` go by module; `storage` is each tensor's stored dtype.
     """
     folded, measured = tensors, dict(statistics)
     searched: dict[str, ScaleResult] = {}
@@ -74,7 +76,11 @@ def smooth_layer(
         quantized = [m for m in (layer.linear(role).module for role in site.linears) if m in schemes]
         if not quantized:
             continue
-        result = _search(arch, layer, site, quantized, folded, measured[site.name], schemes, storage, clip)
+        seen = measured[site.name]
+        judged = _judged_site(arch, layer, site, quantized, folded, seen, schemes, storage, recipe, activations)
+        if judged.inputs is None and recipe.smoothing == {"smoothquant"}:
+            continue
+        result = _search(judged, seen, _shared_rows(arch, site), recipe)
         searched[site.name] = result
         if result.rule == "identity":
             continue
@@ -89,7 +95,7 @@ def smooth_layer(
     return Smoothed(folded, measured, searched, columns, rows)
 
 
-def _search(
+def _judged_site(
     arch: Arch,
     layer: Layer,
     site: Site,
@@ -98,22 +104,35 @@ def _search(
     statistics: SiteStatistics,
     schemes: Mapping[str, Scheme],
     storage: Mapping[str, torch.dtype],
-    clip: bool,
-) -> ScaleResult:
-    tie = _shared_rows(arch, site)
+    recipe: Recipe,
+    activations: Mapping[str, ActivationScheme],
+) -> ScaleSite:
+    """What judges a factor: the quantized linears, and the input's own quantization where there is any."""
     stored = storage[f"{quantized[0]}.weight"]
     dtype = torch.float32 if stored == torch.float64 else stored
-    return search_scale(
+    scheme, sample = activations.get(quantized[0]), statistics.sample
+    inputs = None
+    if scheme is not None and sample is not None:
+        inputs = SiteInputs(scheme, sample, statistics.amax, statistics.evidence)
+    return ScaleSite(
         [tensors[f"{module}.weight"] for module in quantized],
         statistics.hessian,
-        statistics.mean_abs,
         [schemes[module] for module in quantized],
         dtype,
-        tie=None if tie is None else tie.to(statistics.hessian.device),
-        clip="mse" if clip else "minmax",
-        storage=dtype,
-        producer_max=_producer_max(arch, layer, site, tensors),
+        dtype,
+        "mse" if recipe.clipping else "minmax",
+        _producer_max(arch, layer, site, tensors),
+        inputs,
     )
+
+
+def _search(site: ScaleSite, statistics: SiteStatistics, tie: Int[Tensor, " in"] | None, recipe: Recipe) -> ScaleResult:
+    tie = None if tie is None else tie.to(statistics.hessian.device)
+    if recipe.smoothing == {"awq"}:
+        return search_scale(site, statistics.mean_abs, tie=tie, effort=recipe.effort)
+    if recipe.smoothing == {"smoothquant"}:
+        return search_migration(site, alpha=recipe.smooth_alpha, tie=tie, effort=recipe.effort)
+    return search_migration_and_protection(site, statistics.mean_abs, tie=tie, effort=recipe.effort)
 
 
 def _producer_max(arch: Arch, layer: Layer, site: Site, tensors: Mapping[str, Tensor]) -> Float[Tensor, " in"]:

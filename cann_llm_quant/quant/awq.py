@@ -20,9 +20,7 @@ from torch import Tensor
 
 from cann_llm_quant.quant.balance import RangeTerm, balanced_log_factor, class_mean
 from cann_llm_quant.quant.number_formats import INT_BITS
-from cann_llm_quant.quant.rtn import Clip
 from cann_llm_quant.quant.scale_search import Candidate, Channels, ScaleResult, ScaleSite, SearchEffort, best_scale
-from cann_llm_quant.quant.scheme import Scheme
 
 _BALANCE_ROWS = 1024
 _BALANCE_POWERS = (1.0, 0.75, 0.5)
@@ -30,37 +28,19 @@ _POWERS = {"fast": (1 / 3,), "balanced": (1 / 6, 1 / 3, 1 / 2)}
 
 
 def search_scale(
-    weights: Sequence[Float[Tensor, "_ in"]],
-    hessian: Float[Tensor, "in in"],
+    site: ScaleSite,
     mean_abs: Float[Tensor, "in"],
-    schemes: Scheme | Sequence[Scheme],
-    scale_dtype: torch.dtype,
     *,
-    effort: SearchEffort = "best",
     tie: Int[Tensor, "in"] | None = None,
+    effort: SearchEffort = "fast",
     steps: int = 6,
-    clip: Clip = "mse",
     max_rows: int = 512,
-    storage: torch.dtype = torch.bfloat16,
-    producer_max: Float[Tensor, "in"] | None = None,
 ) -> ScaleResult:
-    """Find the factor for one site; `schemes` is one for all linears or one for each.
+    """Find the factor for one site.
 
-    `tie` gives each channel a class whose members share the factor. `producer_max` is the largest magnitude
-    that the producer stores for each channel. A candidate must keep folded weights, producer and scales
-    inside `storage` and `scale_dtype` (no overflow, nothing below the smallest normal number that was above
-    it, scales within 1 %). `steps` and `max_rows` are those of the effort `best`. Raises UsageError when a group size
-    does not divide the columns.
+    `tie` gives each channel a class whose members share the factor; `steps` and `max_rows` are those of the effort
+    `best`. Raises UsageError when a group size does not divide the columns.
     """
-    site = ScaleSite(
-        [w.to(torch.float32) for w in weights],
-        hessian,
-        [schemes] * len(weights) if isinstance(schemes, Scheme) else list(schemes),
-        scale_dtype,
-        storage,
-        clip,
-        producer_max,
-    )
     channels = Channels.of(mean_abs.to(torch.float32), site.column_max(), tie)
     return best_scale(site, list(awq_candidates(site, channels, mean_abs, effort, steps)), effort, max_rows)
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from cann_llm_quant.quant.awq import search_scale
+from cann_llm_quant.quant import awq
 from cann_llm_quant.quant.balance import RangeTerm, balanced_log_factor, class_mean
 from cann_llm_quant.quant.error import output_error
 from cann_llm_quant.quant.fold import rescale_hessian, tie_over_repeats
 from cann_llm_quant.quant.rtn import Clip, solve
-from cann_llm_quant.quant.scale_search import ScaleResult
-from cann_llm_quant.quant.scheme import scheme_for
+from cann_llm_quant.quant.scale_search import ScaleResult, ScaleSite, SearchEffort
+from cann_llm_quant.quant.scheme import Scheme, scheme_for
 
 SCHEME = scheme_for(4, 16, symmetric=False)
 TINY = torch.finfo(torch.float16).tiny
@@ -24,6 +24,27 @@ def site(rows: int = 48, width: int = 64, seed: int = 0) -> tuple[list[Tensor], 
     x = torch.randn(400, width, generator=generator) * torch.randn(width, generator=generator).mul(1.5).exp()
     ws = [torch.randn(n, width, generator=generator) for n in (rows, rows // 2)]
     return ws, x, x.T @ x, x.abs().mean(0)
+
+
+def search_scale(
+    ws: list[Tensor],
+    hessian: Tensor,
+    mean_abs: Tensor,
+    schemes: Scheme | list[Scheme],
+    scale_dtype: torch.dtype,
+    *,
+    storage: torch.dtype = torch.bfloat16,
+    clip: Clip = "mse",
+    producer_max: Tensor | None = None,
+    tie: Tensor | None = None,
+    effort: SearchEffort = "best",
+    steps: int = 6,
+    max_rows: int = 512,
+) -> ScaleResult:
+    """One site's search under the effort that judges all rows exactly."""
+    schemes = [schemes] * len(ws) if isinstance(schemes, Scheme) else schemes
+    judged = ScaleSite([w.float() for w in ws], hessian, schemes, scale_dtype, storage, clip, producer_max)
+    return awq.search_scale(judged, mean_abs, tie=tie, effort=effort, steps=steps, max_rows=max_rows)
 
 
 def float64_error(ws: list[Tensor], x: Tensor, factor: Tensor, clip: Clip, dtype: torch.dtype) -> float:

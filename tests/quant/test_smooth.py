@@ -1,6 +1,7 @@
 """SmoothQuant and its union with AWQ: the factor by hand, the objective in float64, dead channels, storage range."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -109,7 +110,7 @@ def test_outliers_migrate_and_the_hybrid_is_best(
     ws, x = outliers()
     site, mean_abs = make_site(ws, x, scheme, activation), x.abs().mean(0)
     migrated = search_migration(site, effort=effort)
-    protected = search_scale(ws, x.T @ x, mean_abs, scheme, torch.bfloat16, effort=effort, clip="minmax")
+    protected = search_scale(replace(site, inputs=None), mean_abs, effort=effort)
     hybrid = search_migration_and_protection(site, mean_abs, effort=effort)
     errors = [site.error(r.factor, "full") for r in (migrated, protected, hybrid)]
     plain = site.error(torch.ones(WIDTH), "full")
@@ -121,12 +122,13 @@ def test_outliers_migrate_and_the_hybrid_is_best(
 
 def test_floats_in_leave_awqs_search() -> None:
     ws, x = outliers()
-    hybrid = search_migration_and_protection(make_site(ws, x, W4, None), x.abs().mean(0), effort="balanced")
-    alone = search_scale(ws, x.T @ x, x.abs().mean(0), W4, torch.bfloat16, effort="balanced", clip="minmax")
+    site, mean_abs = make_site(ws, x, W4, None), x.abs().mean(0)
+    hybrid = search_migration_and_protection(site, mean_abs, effort="balanced")
+    alone = search_scale(site, mean_abs, effort="balanced")
     assert torch.equal(hybrid.factor, alone.factor)
     assert hybrid.rule == alone.rule != "identity"
     with pytest.raises(ValueError, match="inputs that are quantized"):
-        search_migration(make_site(ws, x, W4, None))
+        search_migration(site)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -199,9 +201,9 @@ def test_a_quick_search_finds_nearly_what_the_full_one_finds(effort: SearchEffor
     generator = torch.Generator().manual_seed(4)
     x = torch.randn(400, WIDTH, generator=generator) * torch.randn(WIDTH, generator=generator).mul(1.5).exp()
     ws = [torch.randn(n, WIDTH, generator=generator) for n in (600, 300)]
-    full = search_scale(ws, x.T @ x, x.abs().mean(0), W4, torch.bfloat16)
-    quick = search_scale(ws, x.T @ x, x.abs().mean(0), W4, torch.bfloat16, effort=effort)
-    site = ScaleSite(ws, x.T @ x, [W4, W4], torch.bfloat16)
+    site, mean_abs = ScaleSite(ws, x.T @ x, [W4, W4], torch.bfloat16), x.abs().mean(0)
+    full = search_scale(site, mean_abs, effort="best")
+    quick = search_scale(site, mean_abs, effort=effort)
     assert site.error(quick.factor, "full") < 1.03 * full.error
     assert math.isclose(quick.identity_error, full.identity_error, rel_tol=0.25)
 
