@@ -78,12 +78,14 @@ class Pace:
         self.unit = unit
         self.started: float | None = None
         self.first = 0
+        self.last = 0
 
     def describe(self, done: int, total: int) -> str:
-        """`8.2 windows/s  eta 2:11`; empty until a step was finished."""
+        """`8.2 windows/s  eta 2:11`; empty until a step was finished, and again when a new count begins."""
         now = time.monotonic()
-        if self.started is None or done < self.first:
+        if self.started is None or done < self.last:
             self.started, self.first = now, done
+        self.last = done
         elapsed = now - self.started
         if done == self.first or elapsed <= 0:
             return ""

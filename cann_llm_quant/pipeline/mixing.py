@@ -19,6 +19,7 @@ from cann_llm_quant.pipeline.presets import preset_rules
 from cann_llm_quant.pipeline.request import Event, RunOptions
 from cann_llm_quant.pipeline.sensitivity import SensitivityRequest, measure_sensitivity
 from cann_llm_quant.pipeline.sensitivity_file import ChoiceDamage, Sensitivity, UnitEntry, load_sensitivity
+from cann_llm_quant.pipeline.units import Unit, choices_of, units_of
 from cann_llm_quant.quant.allocation import allocate
 from cann_llm_quant.recipe import DEFAULT_CANDIDATES, Recipe, Rule, compile_pattern, parse_candidate
 
@@ -29,10 +30,11 @@ Tell = Callable[[Event], None]
 
 @dataclass(frozen=True)
 class Mix:
-    """An allocation: the chosen scheme's name by unit, among the units that were free."""
+    """An allocation: the chosen scheme's name by unit, among the units that were free, within `budget` bits."""
 
     units: tuple[UnitEntry, ...]
     chosen: tuple[str, ...]
+    budget: int
 
     @property
     def damage(self) -> float:
@@ -100,6 +102,25 @@ def _sensitivity(source: Checkpoint, name: str, recipe: Recipe, options: RunOpti
 
 
 def _allocate(arch: Arch, recipe: Recipe, found: Sensitivity, assignment: Assignment, target: float) -> Mix:
+    free, budget = _in_play(arch, recipe, found, assignment, target)
+    units = {unit.name: unit for unit in units_of(arch)}
+    options = [_offered(units[entry.name], entry, recipe.candidates) for entry in free]
+    least = sum(min(choice.bits for choice in offered.values()) for offered in options)
+    if not free or least > budget:
+        raise UsageError(_unreachable(target, free, least, budget))
+    indices = allocate(
+        [[choice.damage for choice in offered.values()] for offered in options],
+        [[choice.bits for choice in offered.values()] for offered in options],
+        budget,
+    )
+    chosen = tuple(list(offered)[i] for offered, i in zip(options, indices, strict=True))
+    return Mix(tuple(free), chosen, budget)
+
+
+def _in_play(
+    arch: Arch, recipe: Recipe, found: Sensitivity, assignment: Assignment, target: float
+) -> tuple[list[UnitEntry], int]:
+    """The units that are free, and the bits that the target leaves to them."""
     ruled = [compile_pattern(pattern) for rule in recipe.rules for pattern in rule.match]
     sizes = {spec.module: (spec.out_features, spec.in_features) for layer in arch.layers for spec in layer.linears}
     free: list[UnitEntry] = []
@@ -111,28 +132,27 @@ def _allocate(arch: Arch, recipe: Recipe, found: Sensitivity, assignment: Assign
         if any(matches(module) for matches in ruled for module in unit.modules):
             for module in unit.modules:
                 out, columns = sizes[module]
-                budget -= assignment.schemes[module].bits_per_weight(out, columns) * out * columns
+                scale_bits = 32 if unit.float_bits > 16 * unit.weights else 16
+                budget -= assignment.schemes[module].bits_per_weight(out, columns, scale_bits) * out * columns
         else:
             free.append(unit)
-    options = [_offered(unit, recipe.candidates) for unit in free]
-    least = sum(min(choice.bits for choice in offered.values()) for offered in options)
-    if not free or least > budget:
-        raise UsageError(_unreachable(target, free, least, budget))
-    indices = allocate(
-        [[choice.damage for choice in offered.values()] for offered in options],
-        [[choice.bits for choice in offered.values()] for offered in options],
-        int(budget),
-    )
-    return Mix(tuple(free), tuple(list(offered)[i] for offered, i in zip(options, indices, strict=True)))
+    return free, int(budget)
 
 
-def _offered(unit: UnitEntry, candidates: Sequence[str] | None) -> Mapping[str, ChoiceDamage]:
-    """The choices that the recipe admits; all measured ones where it names none, or none that was measured here."""
-    admitted = {name: choice for name, choice in unit.choices.items() if candidates is None or name in candidates}
-    return admitted or unit.choices
+def _offered(unit: Unit, entry: UnitEntry, candidates: Sequence[str] | None) -> Mapping[str, ChoiceDamage]:
+    """The measured choices that the recipe admits; all where it names none."""
+    if candidates is None:
+        return entry.choices
+    names = list(choices_of(unit, candidates))
+    missing = [name for name in names if name not in entry.choices]
+    if missing:
+        raise UsageError(
+            f"candidate {missing[0]} was not measured for {unit.name}; add it to --schemes of the sensitivity command"
+        )
+    return {name: entry.choices[name] for name in names}
 
 
-def _unreachable(target: float, free: Sequence[UnitEntry], least: int, budget: float) -> str:
+def _unreachable(target: float, free: Sequence[UnitEntry], least: int, budget: int) -> str:
     if not free:
         return f"--target-bits {target:g} has nothing to choose: the rules decide every linear; drop one of the two"
     weights = sum(unit.weights for unit in free)
@@ -159,7 +179,7 @@ def _description(mix: Mix, found: Sensitivity) -> list[str]:
     fitting = [
         (sum(unit.choices[n].damage for unit in mix.units), n)
         for n in uniform
-        if sum(unit.choices[n].bits for unit in mix.units) <= mix.bits
+        if sum(unit.choices[n].bits for unit in mix.units) <= mix.budget
     ]
     if fitting:
         damage, name = min(fitting)

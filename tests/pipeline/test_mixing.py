@@ -109,7 +109,7 @@ def test_rules_take_linears_out_of_play_or_fix_their_bits(tmp_path: Path, text: 
     sizes = {spec.module: (spec.out_features, spec.in_features) for layer in arch.layers for spec in layer.linears}
     bits = sum(scheme.bits_per_weight(*sizes[m]) * sizes[m][0] * sizes[m][1] for m, scheme in schemes.items())
     assert bits <= 5.0 * sum(sizes[m][0] * sizes[m][1] for m in schemes)
-    assert {scheme.dtype for m, scheme in schemes.items() if "attn" in m} == {"int3"}
+    assert {scheme.dtype for m, scheme in schemes.items() if "attn" in m} <= {"int3", "int4"}
 
 
 def test_what_cannot_be_reached_or_read_is_one_sentence(tmp_path: Path, text: Path) -> None:
@@ -120,6 +120,8 @@ def test_what_cannot_be_reached_or_read_is_one_sentence(tmp_path: Path, text: Pa
     everything = (Rule(match=("glob:*_proj",), scheme=WeightScheme(bits=8)),)
     with pytest.raises(UsageError, match="nothing to choose"):
         resolve(model, file, target_bits=8, rules=everything)
+    with pytest.raises(UsageError, match=r"candidate W3g32 was not measured for layers\.0\.qkv"):
+        resolve(model, file, target_bits=5, candidates=("W4g32", "W3g32"))
     other = save_tiny(tmp_path / "other", seed=9)
     with pytest.raises(UsageError, match=r"measured on another model \(tiny\)"):
         resolve(other, file, target_bits=5)
