@@ -12,6 +12,7 @@ A mixture's experts are measured on the tokens that the quantized model routes t
 (calibrate/experts.py), without a float partner: the two models route tokens differently.
 """
 
+import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
@@ -25,66 +26,115 @@ from cann_llm_quant.calibrate.stream import HiddenStates, require_finite
 from cann_llm_quant.models.attention import CausalAttend
 from cann_llm_quant.models.decoder import DecoderLayer, ignore, rotation_of
 
-Pair = tuple[Tensor, Tensor | None]
 Measured = dict[str, SiteMoments]
 
 
 class _Walk:
-    """One model's way through the layer; every method runs all windows and yields what the next site reads."""
+    """One model's way through the layer; a stage runs all windows and keeps what later ones need."""
 
-    def __init__(self, name: str, layer: DecoderLayer, states: HiddenStates, store: StateStore) -> None:
-        self.layer, self.states, self._name, self._store = layer, states, name, store
+    name: str
+
+    def __init__(self, layer: DecoderLayer, states: HiddenStates, store: StateStore) -> None:
+        self.layer, self.states, self._store = layer, states, store
         positions = torch.arange(states.shape[1], device=states.device)[None]
         self._rotation = rotation_of(layer.arch, positions, states.dtype)
         self._attend = CausalAttend()
 
-    def attention_inputs(self) -> Iterator[Pair]:
+    def attention_inputs(self) -> Iterator[Tensor]:
         for x in self.states.windows():
-            yield self.layer.norm("input_norm", x).flatten(0, 1), None
-
-    def mixed(self) -> Iterator[Pair]:
-        for window, x in enumerate(self.states.windows()):
-            mixed = self.layer.mix(self.layer.norm("input_norm", x), self._rotation, self._attend, ignore)
-            self._store.put(self._slot("mixed"), window, mixed)
-            yield mixed.flatten(0, 1), x.flatten(0, 1)
-
-    def mlp_inputs(self) -> Iterator[Pair]:
-        pairs = zip(self.states.windows(), self._store.all(self._slot("mixed")), strict=True)
-        for window, (x, mixed) in enumerate(pairs):
-            h = x + self.layer.linears["o"](mixed)
-            self._store.put(self._slot("stream"), window, h)
-            yield self.layer.norm("post_norm", h).flatten(0, 1), None
-        self._store.drop(self._slot("mixed"))
-
-    def streams(self) -> Iterator[Tensor]:
-        return self._store.all(self._slot("stream"))
-
-    def gated(self) -> Iterator[Pair]:
-        for window, h in enumerate(self.streams()):
-            inner = self.layer.gate("", self.layer.norm("post_norm", h).flatten(0, 1), ignore)
-            self._store.put(self._slot("inner"), window, inner[None])
-            yield inner, h.flatten(0, 1)
+            yield self.layer.norm("input_norm", x).flatten(0, 1)
 
     def outputs(self) -> Iterator[Float[Tensor, "1 seq hidden"]]:
         for window in range(self._store.windows):
             yield self.output(window)
 
     def output(self, window: int) -> Float[Tensor, "1 seq hidden"]:
-        h = self._store.get(self._slot("stream"), window)
+        raise NotImplementedError
+
+    def close(self) -> None:
+        for kind in ("mixed", "stream", "inner", "output"):
+            self._store.drop(f"{self.name}-{kind}")
+
+    def _mix(self, x: Tensor) -> Tensor:
+        return self.layer.mix(self.layer.norm("input_norm", x), self._rotation, self._attend, ignore)
+
+    def _mlp_input(self, h: Tensor) -> Tensor:
+        return self.layer.norm("post_norm", h).flatten(0, 1)
+
+    def _put(self, kind: str, window: int, value: Tensor) -> None:
+        self._store.put(f"{self.name}-{kind}", window, value)
+
+    def _kept(self, kind: str) -> Iterator[Tensor]:
+        return self._store.all(f"{self.name}-{kind}")
+
+
+class _QuantizedWalk(_Walk):
+    """The model whose linears are replaced on the way: a stage ends at a site, the next begins with its new linears."""
+
+    name = "quantized"
+
+    def mixed(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """What o reads, and the stream that its output is added to."""
+        for window, x in enumerate(self.states.windows()):
+            mixed = self._mix(x)
+            self._put("mixed", window, mixed)
+            yield mixed.flatten(0, 1), x.flatten(0, 1)
+
+    def mlp_inputs(self) -> Iterator[Tensor]:
+        pairs = zip(self.states.windows(), self._kept("mixed"), strict=True)
+        for window, (x, mixed) in enumerate(pairs):
+            h = x + self.layer.linears["o"](mixed)
+            self._put("stream", window, h)
+            yield self._mlp_input(h)
+        self._store.drop(f"{self.name}-mixed")
+
+    def streams(self) -> Iterator[Tensor]:
+        return self._kept("stream")
+
+    def gated(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """What down reads, and the stream that its output is added to."""
+        for window, h in enumerate(self.streams()):
+            inner = self.layer.gate("", self._mlp_input(h), ignore)
+            self._put("inner", window, inner[None])
+            yield inner, h.flatten(0, 1)
+
+    def output(self, window: int) -> Float[Tensor, "1 seq hidden"]:
+        h = self._store.get(f"{self.name}-stream", window)
         if self.layer.layer.moe is None:
-            mlp = self.layer.linears["down"](self._store.get(self._slot("inner"), window)[0])
+            mlp = self.layer.linears["down"](self._store.get(f"{self.name}-inner", window)[0])
         else:
-            mlp = self.layer.mlp(self.layer.norm("post_norm", h).flatten(0, 1), ignore)
+            mlp = self.layer.mlp(self._mlp_input(h), ignore)
         y = h + mlp.view_as(h)
         require_finite(y, self.states.index, window)
         return y
 
-    def close(self) -> None:
-        for slot in ("mixed", "stream", "inner"):
-            self._store.drop(self._slot(slot))
 
-    def _slot(self, kind: str) -> str:
-        return f"{self._name}-{kind}"
+class _FloatWalk(_Walk):
+    """The float model: its linears stay, so that a stage goes on to the stream behind the site."""
+
+    name = "float"
+
+    def mixed(self) -> Iterator[Tensor]:
+        """The stream after attention."""
+        for window, x in enumerate(self.states.windows()):
+            h = x + self.layer.linears["o"](self._mix(x))
+            self._put("stream", window, h)
+            yield h.flatten(0, 1)
+
+    def mlp_inputs(self) -> Iterator[Tensor]:
+        return (self._mlp_input(h) for h in self._kept("stream"))
+
+    def gated(self) -> Iterator[Tensor]:
+        """The stream after the MLP, which is the layer's output."""
+        for window, h in enumerate(self._kept("stream")):
+            y = h + self.layer.mlp(self._mlp_input(h), ignore).view_as(h)
+            require_finite(y, self.states.index, window)
+            self._put("output", window, y)
+            yield y.flatten(0, 1)
+        self._store.drop(f"{self.name}-stream")
+
+    def output(self, window: int) -> Float[Tensor, "1 seq hidden"]:
+        return self._store.get(f"{self.name}-output", window)
 
 
 class StagedLayer:
@@ -108,33 +158,46 @@ class StagedLayer:
         every_token: bool = False,
         step: Callable[[], None] = lambda: None,
     ) -> None:
-        self._quantized = _Walk("quantized", layer, states, store)
+        self._quantized = _QuantizedWalk(layer, states, store)
         self._float = None
         if float_layer is not None and float_states is not None:
-            self._float = _Walk("float", float_layer, float_states, store)
-        self._wanted, self._factors, self._step = tuple(wanted), factors or {}, step
+            self._float = _FloatWalk(float_layer, float_states, store)
+        self._wanted, self._factors, self.step = tuple(wanted), factors or {}, step
         self._every_token = every_token
 
     def sites(self) -> Iterator[Measured]:
         """Moments of the sites, stage by stage; the caller replaces the linears of a stage before taking the next."""
-        yield self._measured("qkv", _Walk.attention_inputs)
-        yield self._measured("o", _Walk.mixed)
-        if self._quantized.layer.layer.moe is None:
-            yield self._measured("gate_up", _Walk.mlp_inputs)
-            yield self._measured("down", _Walk.gated)
+        walk, partner = self._quantized, self._partner
+        yield self._read("qkv", walk.attention_inputs(), partner(_FloatWalk.attention_inputs))
+        yield self._written("o", walk.mixed(), partner(_FloatWalk.mixed))
+        inputs = self._read("gate_up", walk.mlp_inputs(), partner(_FloatWalk.mlp_inputs))
+        if walk.layer.layer.moe is None:
+            yield inputs
+            yield self._written("down", walk.gated(), partner(_FloatWalk.gated))
             return
-        for _ in self._pairs(_Walk.mlp_inputs):
-            pass
         for kind in ("gate_up", "down"):
             yield self._mixture(kind)
+        if self._float is not None:
+            for _ in self._float.gated():
+                self.step()
 
     def advance(self) -> None:
         """Replace the states of both models by the layer's outputs."""
         for walk in (self._quantized, self._float):
             if walk is not None:
                 for _ in walk.states.replace(walk.outputs()):
-                    self._step()
+                    self.step()
         self.close()
+
+    @property
+    def windows(self) -> int:
+        """How many windows walk."""
+        return self._quantized.states.shape[0]
+
+    @property
+    def paired(self) -> bool:
+        """Whether a float model walks along."""
+        return self._float is not None
 
     def pair(self, window: int) -> tuple[Float[Tensor, "1 seq hidden"], Float[Tensor, "1 seq hidden"]]:
         """The quantized model's input of the layer, and the float model's output; after all sites."""
@@ -144,10 +207,10 @@ class StagedLayer:
     def rerun(self, layer: DecoderLayer) -> None:
         """Replace the states of the quantized model by the outputs of `layer` instead of those of the walk."""
         for _ in self._quantized.states.advance(layer):
-            self._step()
+            self.step()
         if self._float is not None:
             for _ in self._float.states.replace(self._float.outputs()):
-                self._step()
+                self.step()
         self.close()
 
     def close(self) -> None:
@@ -156,26 +219,36 @@ class StagedLayer:
             if walk is not None:
                 walk.close()
 
-    def _pairs(self, stage: Callable[[_Walk], Iterator[Pair]]) -> Iterator[tuple[Pair, Pair | None]]:
-        partner = None if self._float is None else stage(self._float)
-        for read in stage(self._quantized):
-            yield read, None if partner is None else next(partner)
-            self._step()
-        if partner is not None:
-            # Run to its end, where it frees what the next stage does not read.
-            next(partner, None)
+    def _partner(self, stage: Callable[[_FloatWalk], Iterator[Tensor]]) -> Iterator[Tensor | None]:
+        """The float model's part of a stage, as many None without one."""
+        return itertools.repeat(None, self.windows) if self._float is None else stage(self._float)
 
-    def _measured(self, site: str, stage: Callable[[_Walk], Iterator[Pair]]) -> Measured:
+    def _read(self, site: str, inputs: Iterator[Tensor], partner: Iterator[Tensor | None]) -> Measured:
+        """Moments of a site whose linears go on to other linears."""
         sums = MomentSums()
-        for (y, stream), partner in self._pairs(stage):
+        for y, x in zip(inputs, partner, strict=True):
+            if site in self._wanted:
+                if x is not None and site in self._factors:
+                    x = x / self._factors[site].to(x.dtype)
+                sums.add(y, x=x)
+            self.step()
+        return _found(site, sums)
+
+    def _written(
+        self, site: str, inputs: Iterator[tuple[Tensor, Tensor]], partner: Iterator[Tensor | None]
+    ) -> Measured:
+        """Moments of a site whose one linear (of the same name) writes to the stream."""
+        linear = self._quantized.layer.linears[site]
+        sums = MomentSums()
+        for (y, stream), wanted in zip(inputs, partner, strict=True):
             if site not in self._wanted:
-                continue
-            x, float_stream = (None, None) if partner is None else partner
-            if x is not None and site in self._factors:
-                x = x / self._factors[site].to(x.dtype)
-            sums.add(y, x, None if stream is None else (stream, float_stream))
-        moments = sums.finish()
-        return {} if moments is None else {site: moments}
+                pass
+            elif wanted is None:
+                sums.add(y, stream=stream)
+            else:
+                sums.add(y, missing=wanted - (stream + linear(y)), stream=wanted)
+            self.step()
+        return _found(site, sums)
 
     def _mixture(self, kind: str) -> Measured:
         """Sites of all experts and of the shared expert that end in `kind`, over the tokens routed to them."""
@@ -184,8 +257,13 @@ class StagedLayer:
         collector = ExpertCollector(layer, sites, every_token=self._every_token)
         for h in self._quantized.streams():
             layer.mlp(layer.norm("post_norm", h).flatten(0, 1), collector.observe)
-            self._step()
+            self.step()
         return {
             site: SiteMoments(s.hessian, None, None, s.tokens, s.borrowed, s.routed)
             for site, s in collector.finish().items()
         }
+
+
+def _found(site: str, sums: MomentSums) -> Measured:
+    moments = sums.finish()
+    return {} if moments is None else {site: moments}

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cann_llm_quant.errors import CannQuantError, NumericError
 from cann_llm_quant.models.attention import CausalAttend
-from cann_llm_quant.models.decoder import DecoderLayer, Observe, embed
+from cann_llm_quant.models.decoder import DecoderLayer, Observe, Table, embed
 
 
 class HiddenStates:
@@ -44,7 +44,7 @@ class HiddenStates:
         """File of the states before layer `index`."""
         return self._scratch / f"{self.name}-{index}.bin"
 
-    def start(self, embedding: Float[Tensor, "vocab hidden"], ids: Int[Tensor, "windows seq"]) -> None:
+    def start(self, embedding: Table, ids: Int[Tensor, "windows seq"]) -> None:
         """Fill with embedded tokens: the states before layer 0."""
         self._store(0, (embed(embedding, window[None]).to(self.dtype) for window in ids))
 

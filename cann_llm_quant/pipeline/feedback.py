@@ -22,9 +22,10 @@ from cann_llm_quant.pipeline.measure import trusted_moments
 from cann_llm_quant.pipeline.prepare import Job
 from cann_llm_quant.pipeline.site import FloatLinear, solve_site
 from cann_llm_quant.pipeline.smoothing import Smoothed
+from cann_llm_quant.pipeline.tuning import can_tune, tune_layer
 from cann_llm_quant.quant import rtn
 from cann_llm_quant.quant.grid import choose_scale_dtype
-from cann_llm_quant.quant.scheme import Scheme
+from cann_llm_quant.quant.scheme import QuantizedTensor, Scheme
 
 
 class FeedbackLayer:
@@ -39,20 +40,57 @@ class FeedbackLayer:
     ) -> None:
         self._job, self._layer, self._source, self._smoothed, self._running = job, layer, source, smoothed, running
         self._schemes, self._storage = layer_schemes(job, layer), storage_dtypes(job, layer)
-        self._stored: dict[str, Tensor] = {}
+        self._weights: dict[str, QuantizedTensor] = {}
         self._linears: dict[str, dict[str, Any]] = {}
         self._warnings: tuple[str, ...] = ()
+        self.tuned = False
 
     def solve(self, staged: StagedLayer) -> LayerResult:
         """Walk the layer and solve every site; returns what is stored and recorded."""
         for measured in staged.sites():
             for site, moments in measured.items():
                 self._solve_site(site, moments)
+        self.tuned = self._tune(staged)
         kept = {n: t for n, t in self._smoothed.tensors.items() if n.removesuffix(".weight") not in self._schemes}
-        stored = self._stored | {name: tensor.to(self._storage[name]) for name, tensor in kept.items()}
+        stored = {name: tensor.to(self._storage[name]) for name, tensor in kept.items()}
+        for module in self._schemes:
+            stored |= native.encode(module, self._weights[module])
         linears = {module: self._linears[module] for module in self._schemes}
         record = {"kept": len(kept), "linears": linears, "warnings": list(self._warnings)}
         return LayerResult(stored, {}, record)
+
+    def _tune(self, staged: StagedLayer) -> bool:
+        """Tune the solved layer where the effort asks for it; whether anything changed.
+
+        Only where a float model walks along and inputs stay in float, since rounding them has no gradient.
+        """
+        steps = self._job.recipe.effort_plan.tuning_steps
+        if not steps or not staged.paired or self._job.assignment.activations:
+            return False
+        modules = {self._role(module): module for module, weight in self._weights.items() if can_tune(weight)}
+        gains = {parameter.role: parameter.name for parameter in self._layer.parameters}
+        tuned = tune_layer(
+            self._running,
+            {role: self._weights[module] for role, module in modules.items()},
+            {role: self._storage[name] for role, name in gains.items()},
+            staged.pair,
+            staged.windows,
+            steps=steps,
+            seed=self._job.recipe.calibration.seed + self._layer.index,
+            step=staged.step,
+        )
+        if tuned is None:
+            return False
+        for role, weight in tuned.weights.items():
+            self._weights[modules[role]] = weight
+            self._run_with(role, weight)
+        for role, gain in tuned.gains.items():
+            self._smoothed.tensors[gains[role]] = gain.to(torch.float32)
+            _entries(self._running.parameters)[role] = gain.to(self._job.device, self._job.dtype)
+        return True
+
+    def _role(self, module: str) -> str:
+        return next(spec.role for spec in self._layer.linears if spec.module == module)
 
     def _solve_site(self, site: str, moments: SiteMoments) -> None:
         roles = next(s.linears for s in self._layer.sites if s.name == site)
@@ -64,7 +102,9 @@ class FeedbackLayer:
         }
         if not linears:
             return
-        solved = solve_site(linears, trusted_moments(self._layer, site, moments), self._job.recipe.effort_plan)
+        solved = solve_site(
+            linears, trusted_moments(f"layer {self._layer.index}, {site}", moments), self._job.recipe.effort_plan
+        )
         self._warnings += solved.warnings
         for module, linear in solved.linears.items():
             self._take(modules[module], module, linear, solved.plain[module], moments)
@@ -77,17 +117,22 @@ class FeedbackLayer:
         return FloatLinear(folded, error, scheme, choose_scale_dtype(folded, scheme, self._storage[name]))
 
     def _take(self, role: str, module: str, linear: SolvedLinear, plain: float, moments: SiteMoments) -> None:
-        self._stored |= native.encode(module, linear.weight)
+        self._weights[module] = linear.weight
         self._linears[module] = linear_entry(linear, plain, moments)
+        self._run_with(role, linear.weight)
+
+    def _run_with(self, role: str, weight: QuantizedTensor) -> None:
         old = self._running.linears[role]
         bias = old.bias if isinstance(old, DenseLinear) else None
-        weight = linear.weight.dequantize().to(self._job.device, self._job.dtype)
-        self._linears_of_running()[role] = DenseLinear(weight, bias)
+        _entries(self._running.linears)[role] = DenseLinear(
+            weight.dequantize().to(self._job.device, self._job.dtype), bias
+        )
 
-    def _linears_of_running(self) -> dict[str, Any]:
-        linears = self._running.linears
-        assert isinstance(linears, dict)
-        return linears
+
+def _entries(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    """The running layer's own dict, in which parts are replaced while it walks."""
+    assert isinstance(mapping, dict)
+    return mapping
 
 
 def stored_precision(

@@ -41,13 +41,14 @@ def layer_passes(job: Job, layer: Layer) -> int:
         return max(1, 2 * windows)
     stages = 4 if layer.moe is None else 5
     streams = 2 if job.recipe.effort_plan.drift else 1
-    return windows * (bool(job.recipe.smoothing) + stages + streams)
+    tuning = 3 * job.recipe.effort_plan.tuning_steps
+    return windows * (bool(job.recipe.smoothing) + stages + streams) + tuning
 
 
 def quantize_one(
     job: Job, writer: CheckpointWriter, layer: Layer, streams: Streams | None, passes: Passes
 ) -> LayerResult:
-    """Quantize one layer and replace the streams' states by its outputs (not after the last layer)."""
+    """Quantize one layer and replace the streams' states by its outputs (where any are read)."""
     if job.recipe.feedback:
         assert streams is not None
         result = _by_feedback(job, writer, layer, streams, passes)
@@ -76,7 +77,7 @@ def _by_rounding(job: Job, layer: Layer, streams: Streams | None, passes: Passes
         probe,
     )
     statistics.clear()
-    if streams is not None and not _is_last(job, layer):
+    if streams is not None and not _is_unread(job, layer):
         for _ in streams.quantized.advance(build_running(job, layer, result.running)):
             passes("propagate")
     return result
@@ -106,12 +107,15 @@ def _by_feedback(job: Job, writer: CheckpointWriter, layer: Layer, streams: Stre
         every_token=job.recipe.moe_all_experts,
         step=partial(passes, "calibrate"),
     )
-    result = FeedbackLayer(job, layer, source, smoothed, running).solve(staged)
+    feedback = FeedbackLayer(job, layer, source, smoothed, running)
+    result = feedback.solve(staged)
     linears = result.record["linears"]
     result.record["warnings"] = [*warnings, *unsmoothed(layer, smoothed), *result.record["warnings"]]
     result.record["warnings"] += unseen(layer, linears)
-    if _is_last(job, layer):
+    if _is_unread(job, layer):
         staged.close()
+    elif feedback.tuned:
+        staged.rerun(running)
     else:
         staged.advance()
     return result
@@ -138,5 +142,6 @@ def _smoothed(
     )
 
 
-def _is_last(job: Job, layer: Layer) -> bool:
-    return layer.index + 1 == job.arch.num_layers
+def _is_unread(job: Job, layer: Layer) -> bool:
+    """Whether nothing is solved on the layer's outputs."""
+    return layer.index + 1 == job.arch.num_layers and job.arch.head_module not in job.assignment.schemes

@@ -8,10 +8,12 @@ from torch import Tensor
 from cann_llm_quant.checkpoint.writer import CheckpointWriter
 from cann_llm_quant.errors import NumericError
 from cann_llm_quant.export import native
+from cann_llm_quant.export.native_inputs import decode_inputs
 from cann_llm_quant.models.arch import Layer
 from cann_llm_quant.models.decoder import DecoderLayer
 from cann_llm_quant.models.weights import build_layer, load_layer
 from cann_llm_quant.pipeline.prepare import Job
+from cann_llm_quant.quant.activations import InputQuantizer
 from cann_llm_quant.quant.scheme import Scheme
 
 
@@ -44,9 +46,21 @@ def stored_layer(writer: CheckpointWriter, layer: Layer, schemes: Mapping[str, S
     return tensors | {name: tensor.to(torch.float32) for name, tensor in stored.items() if name in names}
 
 
-def build_running(job: Job, layer: Layer, tensors: Mapping[str, Tensor]) -> DecoderLayer:
-    """The layer as it runs: in the compute dtype, on the device."""
-    return build_layer(job.arch, layer.index, {n: t.to(job.device, job.dtype) for n, t in tensors.items()})
+def stored_inputs(job: Job, writer: CheckpointWriter, layer: Layer) -> dict[str, InputQuantizer]:
+    """How the linears of a journaled layer quantize their inputs, by module."""
+    schemes = {spec.module: job.assignment.activations.get(spec.module) for spec in layer.linears}
+    if not any(schemes.values()):
+        return {}
+    stored = writer.read_unit(f"layer.{layer.index}")
+    return {module: decode_inputs(module, scheme, stored) for module, scheme in schemes.items() if scheme is not None}
+
+
+def build_running(
+    job: Job, layer: Layer, tensors: Mapping[str, Tensor], inputs: Mapping[str, InputQuantizer] | None = None
+) -> DecoderLayer:
+    """The layer as it runs: in the compute dtype, on the device; linears in `inputs` quantize what they are given."""
+    on_device = {name: tensor.to(job.device, job.dtype) for name, tensor in tensors.items()}
+    return build_layer(job.arch, layer.index, on_device, inputs or {})
 
 
 def layer_schemes(job: Job, layer: Layer) -> dict[str, Scheme]:

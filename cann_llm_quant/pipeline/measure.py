@@ -36,19 +36,20 @@ def measure(job: Job, layer: Layer, states: HiddenStates, step: Callable[[], Non
     statistics = collector.finish()
     for site, measured in statistics.items():
         # Replaced one by one, so that only one Gram matrix is held twice.
-        statistics[site] = replace(measured, hessian=_trusted(layer, site, measured.hessian, measured.evidence))
+        place = f"layer {layer.index}, {site}"
+        statistics[site] = replace(measured, hessian=_trusted(place, measured.hessian, measured.evidence))
     return statistics
 
 
-def trusted_moments(layer: Layer, site: str, moments: SiteMoments) -> SiteMoments:
+def trusted_moments(place: str, moments: SiteMoments) -> SiteMoments:
     """The moments with the Hessian shrunk for want of tokens. Raises NumericError when the input is not finite."""
-    return replace(moments, hessian=_trusted(layer, site, moments.hessian, moments.evidence))
+    return replace(moments, hessian=_trusted(place, moments.hessian, moments.evidence))
 
 
-def _trusted(layer: Layer, site: str, hessian: Tensor, tokens: int) -> Tensor:
+def _trusted(place: str, hessian: Tensor, tokens: int) -> Tensor:
     if not bool(torch.isfinite(hessian.diagonal()).all()):
         raise NumericError(
-            f"layer {layer.index}: the input of {site} holds NaN, infinity or values whose squares leave float32; "
+            f"{place}: the input holds NaN, infinity or values whose squares leave float32; "
             "scan the source's weights with inspect --scan"
         )
     return shrink_hessian(hessian, tokens)

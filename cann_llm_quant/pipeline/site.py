@@ -69,9 +69,10 @@ def solve_site(linears: Mapping[str, FloatLinear], moments: SiteMoments, effort:
 def _solve_stack(linears: Mapping[str, FloatLinear], moments: SiteMoments, effort: EffortPlan) -> SolvedSite:
     one = next(iter(linears.values()))
     w = torch.cat([linear.weight for linear in linears.values()])
-    target = w
-    if moments.cross is not None:
-        target = drift_target(w, moments.hessian, moments.cross, moments.residual)
+    missing = moments.missing
+    if missing is None and moments.cross is not None:
+        missing = w @ moments.cross
+    target = w if missing is None else drift_target(w, moments.hessian, missing)
     rounded = rtn.solve(target, one.scheme, one.scale_dtype, clip="mse", hessian=moments.hessian)
     result, warnings = _feed_back(rounded, target, moments, effort, next(iter(linears)))
     solved: dict[str, SolvedLinear] = {}
@@ -104,8 +105,8 @@ def _feed_back(
         warnings += (f"{module}: {factor.broken_pivots} columns passed no error on, their pivots left float32",)
     weight = feed_back(rounded, target, factor)
     for _ in range(effort.rounds):
-        weight = descend_codes(refit_scales(weight, target, h), target, h)
-    return (refit_scales(weight, target, h) if effort.rounds else weight), warnings
+        weight = refit_scales(descend_codes(weight, target, h), target, h)
+    return weight, warnings
 
 
 def _judged(linear: FloatLinear, weight: QuantizedTensor, aim: Tensor, hessian: Tensor) -> tuple[SolvedLinear, float]:

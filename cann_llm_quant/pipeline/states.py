@@ -13,8 +13,9 @@ from torch import Tensor
 from cann_llm_quant.calibrate.stream import HiddenStates
 from cann_llm_quant.checkpoint.writer import CheckpointWriter
 from cann_llm_quant.models.arch import Layer
-from cann_llm_quant.models.decoder import DecoderLayer
-from cann_llm_quant.pipeline.layer_tensors import build_running, load_float, stored_layer
+from cann_llm_quant.models.decoder import DecoderLayer, Table
+from cann_llm_quant.pipeline.embedding import running_embedding
+from cann_llm_quant.pipeline.layer_tensors import build_running, load_float, stored_inputs, stored_layer
 from cann_llm_quant.pipeline.prepare import Job
 from cann_llm_quant.pipeline.request import Event
 
@@ -46,13 +47,19 @@ def streams_before(job: Job, writer: CheckpointWriter, index: int, tell: Callabl
     paired = job.recipe.effort_plan.drift
     streams = Streams(_states(job, writer, "states", paired), _states(job, writer, "float", paired) if paired else None)
     builders: list[Callable[[Layer], DecoderLayer]] = [
-        lambda layer: build_running(job, layer, stored_layer(writer, layer, job.assignment.schemes)),
+        lambda layer: build_running(
+            job, layer, stored_layer(writer, layer, job.assignment.schemes), stored_inputs(job, writer, layer)
+        ),
         lambda layer: build_running(job, layer, load_float(job, layer)),
     ]
-    for states, build in zip(streams, builders, strict=False):
+    tables: list[Callable[[], Table]] = [
+        lambda: running_embedding(job, writer),
+        lambda: job.source.load(job.arch.embedding_name),
+    ]
+    for states, build, table in zip(streams, builders, tables, strict=False):
         if index and states.resume(index):
             continue
-        states.start(job.source.load(job.arch.embedding_name), job.ids)
+        states.start(table(), job.ids)
         for layer in job.arch.layers[:index]:
             for window in states.advance(build(layer)):
                 done, total = layer.index * states.shape[0] + window, index * states.shape[0]

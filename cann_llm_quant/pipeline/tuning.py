@@ -7,8 +7,8 @@ arXiv:1412.6980) on
 
 with y and x the two models' states before the layer: what no site alone can see, how the errors of its linears add up
 in the layer's output, is learnt here. Each token counts relative to its own length, for the reason that
-calibrate/moments.py gives. Every eighth window is held out; where the tuned layer, rounded as it is stored, is not better
-there, nothing is changed.
+calibrate/moments.py gives. Every eighth window is held out; where the tuned layer, rounded as it is stored, is not
+better there, nothing is changed.
 """
 
 from collections.abc import Callable, Mapping
@@ -105,7 +105,8 @@ def tune_layer(
             layer = _rebuilt(running, scaled, {role: gain * (1 + changes[role]) for role, gain in gains.items()})
             picked = torch.randperm(len(training), generator=order)[:BATCH].tolist()
             optimizer.zero_grad()
-            sum((_loss(layer, *pairs(training[i])) for i in picked), torch.zeros(())).div(len(picked)).backward()
+            loss = torch.stack([_loss(layer, *pairs(training[i])) for i in picked]).mean()
+            torch.autograd.backward(loss)
             optimizer.step()
             step()
     tuned = {role: linear.stored() for role, linear in scaled.items()}

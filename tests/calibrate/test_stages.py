@@ -82,54 +82,60 @@ def test_walking_gives_the_bits_of_running_the_replaced_layer(tmp_path: Path, fa
 
 def test_moments_are_the_literal_sums(tmp_path: Path) -> None:
     model = Model(tmp_path, "llama", 1 << 30)
-    walked, float_layer = model.layer(), model.layer()
-    factor = torch.linspace(0.5, 2.0, model.arch.num_heads * model.arch.head_dim)
+    walked = model.layer()
+    factor = torch.linspace(0.5, 2.0, model.arch.hidden_size)
     staged = StagedLayer(
         walked,
         model.states("states", model.y),
         model.store(),
-        ["o"],
-        float_layer=float_layer,
+        ["qkv", "o", "down"],
+        float_layer=model.layer(),
         float_states=model.states("float", model.x),
-        factors={"o": factor},
+        factors={"qkv": factor},
     )
     moments = {}
     for measured in staged.sites():
         moments |= measured
-    assert set(moments) == {"o"}
-    inputs: dict[str, list[torch.Tensor]] = {"x": [], "y": []}
+    assert set(moments) == {"qkv", "o", "down"}
+    inputs: dict[str, dict[str, list[torch.Tensor]]] = {"x": {}, "y": {}}
+    outputs = {}
     for name, values in (("x", model.x), ("y", model.y)):
         kept = inputs[name]
         runs = run_layer(
-            model.layer(), iter(values.split(1)), 0, lambda site, x, kept=kept: kept.append(x) if site == "o" else None
+            model.layer(), iter(values.split(1)), 0, lambda site, x, kept=kept: kept.setdefault(site, []).append(x)
         )
-        list(runs)
-    y, x = torch.cat(inputs["y"]).double(), torch.cat(inputs["x"]).double() / factor.double()
-    r_y, r_x = model.y.flatten(0, 1).double(), model.x.flatten(0, 1).double()
-    weight = 1 / r_x.square().mean(-1, keepdim=True)
-    found = moments["o"]
+        outputs[name] = torch.cat(list(runs)).flatten(0, 1).double()
+    x, y = ({site: torch.cat(parts).double() for site, parts in inputs[name].items()} for name in ("x", "y"))
+    found = moments["qkv"]
     assert found.tokens == WINDOWS * LENGTH
-    torch.testing.assert_close(found.hessian.double(), (y * weight).T @ y, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(found.cross.double(), (x - y).T @ (y * weight), rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(found.residual.double(), (r_x - r_y).T @ (y * weight), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found.hessian.double(), y["qkv"].T @ y["qkv"], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found.cross.double(), (x["qkv"] / factor - y["qkv"]).T @ y["qkv"], rtol=1e-4, atol=1e-4)
+    # No linear was replaced, so down leaves out just what the two models' outputs differ by.
+    weight = 1 / outputs["x"].square().mean(-1, keepdim=True)
+    expected = (outputs["x"] - outputs["y"]).T @ (y["down"] * weight)
+    torch.testing.assert_close(moments["down"].missing.double(), expected, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(
+        moments["down"].hessian.double(), (y["down"] * weight).T @ y["down"], rtol=1e-4, atol=1e-5
+    )
+    assert moments["down"].cross is None
 
 
 def test_a_token_counts_relative_to_its_stream() -> None:
     sums = MomentSums()
     y = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     stream = torch.tensor([[1.0, 1.0, 1.0], [5.0, 5.0, 5.0]])
-    sums.add(y, stream=(stream, None))
+    sums.add(y, stream=stream)
     found = sums.finish()
     assert found is not None
     assert found.hessian.tolist() == [[1.0, 0.0], [0.0, pytest.approx(1 / 25)]]
     assert found.cross is None
-    assert found.residual is None
+    assert found.missing is None
 
 
 def test_a_token_without_a_stream_weighs_a_bounded_lot() -> None:
     sums = MomentSums()
     stream = torch.tensor([[0.0, 0.0], [1.0, 1.0]])
-    sums.add(torch.eye(2), stream=(stream, None))
+    sums.add(torch.eye(2), stream=stream)
     found = sums.finish()
     assert found is not None
     # The floor is a hundredth of the window's mean power, 0.5.

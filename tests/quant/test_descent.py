@@ -57,7 +57,9 @@ def test_a_fixed_point_is_optimal_in_every_single_code() -> None:
 
 
 @settings(max_examples=30, deadline=None)
-@given(seed=st.integers(0, 10_000), tokens=st.sampled_from([4, 30, 200]), bits=st.sampled_from(["int2", "int4", "int8"]))
+@given(
+    seed=st.integers(0, 10_000), tokens=st.sampled_from([4, 30, 200]), bits=st.sampled_from(["int2", "int4", "int8"])
+)
 def test_no_step_raises_the_loss(seed, tokens, bits) -> None:
     w = torch.randn(6, 48, generator=torch.Generator().manual_seed(seed))
     hessian = correlated(48, tokens, seed)

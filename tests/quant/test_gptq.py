@@ -28,7 +28,7 @@ def correlated(columns: int, tokens: int, seed: int = 0) -> torch.Tensor:
 
 
 def surgeon(w, hessian, weight, damping):
-    """Optimal brain surgeon, column by column in the order of falling diagonal, the inverse updated after each column."""
+    """Optimal brain surgeon: columns by falling diagonal, the inverse updated after each."""
     h = hessian.double().clone()
     h.diagonal().add_(damping * h.diagonal().mean())
     inverse = torch.linalg.inv(h)
