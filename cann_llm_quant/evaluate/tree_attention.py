@@ -82,7 +82,7 @@ class TreeAttend:
         return scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale, enable_gqa=grouped)
 
     def _mask(self, window: int | None) -> Bool[Tensor, "nodes keys"]:
-        if window not in self._masks:
+        if window is not None and window not in self._masks:
             near: Int[Tensor, "nodes keys"] = self._depths[:, None] - self._key_depths[None]
             self._masks[window] = self._visible & (near < window)
         return self._masks[window]
