@@ -64,13 +64,15 @@ class WeightFormat(_Section):
 class Weights(_Section):
     """How the matrices are stored.
 
-    `linears` maps a module to a key of `schemes`, `float` names the others with the reason.
+    `linears` maps a module to a key of `schemes`, `float` names the others with the reason. `tied` modules have no
+    matrix of their own and read another module's.
     """
 
     layout: Layout | Literal["mixed-precision"] = "pack-quantized"
     schemes: dict[str, WeightFormat]
     linears: dict[str, str]
     float_: dict[str, str] = Field(alias="float")
+    tied: dict[str, str] = Field(default_factory=dict)
     bits_per_weight: float = Field(description="stored bits per quantized weight, scales and zero points included")
 
     @model_validator(mode="after")

@@ -15,6 +15,10 @@ own reader). Every layout has `<module>.weight_scale`, `[out, G]`, `[out, 1]` pe
     nvfp4-pack-quantized  weight_packed as above; the scale is float8_e4m3fn, to be divided by weight_global_scale
                           float32 [1]
 
+An embedding is `int-quantized` although its input is no activation: transformers initializes embeddings through their
+`weight` and fails where it is packed. A head that is tied to it reads the same `weight` with a `weight_scale` of its
+own, equal to the embedding's, because transformers ties no scales.
+
 One scale per tensor is written as one per row in `pack-quantized`, whose readers know no other.
 """
 
@@ -47,13 +51,13 @@ WEIGHT_SUFFIXES = (
 INPUT_SUFFIXES = ("input_scale", "input_zero_point", "input_global_scale")
 
 
-def layout_of(scheme: Scheme, activations: ActivationScheme | None = None) -> Layout:
-    """The layout for weights of this scheme whose inputs are quantized so.
+def layout_of(scheme: Scheme, activations: ActivationScheme | None = None, *, table: bool = False) -> Layout:
+    """The layout for weights of this scheme whose inputs are quantized so; `table` is for embeddings.
 
     Integers below 8 bits stay packed beside quantized inputs: `int-quantized` would store each in a whole byte.
     """
     if scheme.is_integer:
-        return "int-quantized" if scheme.bits == 8 and activations is not None else "pack-quantized"
+        return "int-quantized" if scheme.bits == 8 and (table or activations is not None) else "pack-quantized"
     if scheme.scale_type == "float":
         return "float-quantized"
     if scheme.scale_type == "e4m3":
@@ -70,7 +74,16 @@ def stored_scheme(scheme: Scheme, layout: Layout) -> Scheme:
 
 def encode(module: str, weight: QuantizedTensor, activations: ActivationScheme | None = None) -> dict[str, Tensor]:
     """The stored tensors of one quantized linear, by full name; `activations` is how its input is quantized."""
-    layout = layout_of(weight.scheme, activations)
+    return _encode(module, weight, layout_of(weight.scheme, activations))
+
+
+def encode_table(readers: Sequence[str], weight: QuantizedTensor) -> dict[str, Tensor]:
+    """The stored tensors of a quantized embedding, the first of `readers`, which the others are tied to."""
+    tensors = _encode(readers[0], weight, layout_of(weight.scheme, table=True))
+    return tensors | {f"{reader}.weight_scale": _stored_scale(weight).clone() for reader in readers[1:]}
+
+
+def _encode(module: str, weight: QuantizedTensor, layout: Layout) -> dict[str, Tensor]:
     if layout == "pack-quantized":
         tensors = _encode_packed(weight)
     else:

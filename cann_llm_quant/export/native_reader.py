@@ -46,6 +46,8 @@ class NativeCheckpoint:
         view: dict[str, TensorInfo] = {}
         for name, info in self.inner.tensors.items():
             module, _, suffix = name.rpartition(".")
+            if module in self.inference.weights.tied and suffix in hidden:
+                continue
             if module not in self.modules or suffix not in hidden:
                 view[name] = info
             elif suffix in ("weight", "weight_packed"):

@@ -7,10 +7,10 @@ get a group of their own, because transformers takes the experts' scheme from th
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from cann_llm_quant.export.native import layout_of, stored_scheme
+from cann_llm_quant.export.native import Layout, layout_of, stored_scheme
 from cann_llm_quant.quant.number_formats import FLOAT_BITS, INT_BITS
 from cann_llm_quant.quant.scheme import TILE, ActivationScheme, Scheme
 
@@ -19,17 +19,26 @@ _EXPERT = ".experts."
 _BITS = INT_BITS | FLOAT_BITS
 _SCALE_DTYPES = {"e8m0": "torch.uint8", "e4m3": "torch.float8_e4m3fn"}
 
-Kind = tuple[Scheme, ActivationScheme | None]
+Kind = tuple[Scheme, ActivationScheme | None, Layout]
 
 
 def quantization_config(
     schemes: Mapping[str, Scheme],
     float_modules: Iterable[str],
     activations: Mapping[str, ActivationScheme] | None = None,
+    tables: Mapping[str, Sequence[str]] | None = None,
 ) -> dict[str, Any]:
-    """The section for these weight schemes and activation schemes by module; inputs of the others stay in float."""
-    kinds: dict[str, Kind] = {module: (scheme, (activations or {}).get(module)) for module, scheme in schemes.items()}
-    several = len(set(kinds.values())) > 1
+    """The section for these weight schemes and activation schemes by module; inputs of the others stay in float.
+
+    `tables` are the embeddings among the modules, with all modules that read each.
+    """
+    inputs, tables = activations or {}, tables or {}
+    kinds: dict[str, Kind] = {}
+    for module, scheme in schemes.items():
+        kind = (scheme, inputs.get(module), layout_of(scheme, inputs.get(module), table=module in tables))
+        kinds |= dict.fromkeys(tables.get(module, (module,)), kind)
+    # The class `Linear` is no embedding.
+    several = len(set(kinds.values())) > 1 or bool(tables)
     members: dict[tuple[Kind, bool], list[str]] = {}
     for module, kind in kinds.items():
         members.setdefault((kind, several and _EXPERT in module), []).append(module)
@@ -50,8 +59,7 @@ def quantization_config(
     }
 
 
-def _group(scheme: Scheme, activations: ActivationScheme | None, targets: list[str]) -> dict[str, Any]:
-    layout = layout_of(scheme, activations)
+def _group(scheme: Scheme, activations: ActivationScheme | None, layout: Layout, targets: list[str]) -> dict[str, Any]:
     return {
         "targets": targets,
         "format": layout,
@@ -111,7 +119,12 @@ def _targets(modules: list[str], every: Iterable[str]) -> list[str]:
 
 
 def _kind(module: str) -> str:
-    """The pattern of a linear's kind: its last two names, or its last name below `experts.N`."""
+    """The pattern of a linear's kind: its last two names, or its last name below `experts.N`.
+
+    A module outside the layers (no number in its name) is a kind of its own.
+    """
+    if not any(part.isdigit() for part in module.split(".")):
+        return module
     *_, parent, name = module.split(".")
     if _EXPERT in module:
         return rf"re:.*\.experts\.\d+\.{re.escape(name)}$"

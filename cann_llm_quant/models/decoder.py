@@ -42,6 +42,28 @@ class LinearOp(Protocol):
         ...
 
 
+@runtime_checkable
+class Lookup(Protocol):
+    """A table of any storage whose rows are looked up."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the rows."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where the rows are."""
+        ...
+
+    def __call__(self, ids: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq hidden"]:
+        """The rows for `ids`."""
+        ...
+
+
+Table = Float[Tensor, "vocab hidden"] | Lookup
+
+
 class DenseLinear:
     """A float matrix [out, in] with an optional bias [out]."""
 
@@ -158,9 +180,9 @@ def rotation_of(
     return cos_sin(arch.rope, arch.head_dim, positions, dtype, length)
 
 
-def embed(weight: Float[Tensor, "vocab hidden"], ids: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq hidden"]:
+def embed(table: Table, ids: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq hidden"]:
     """The rows of the embedding for `ids`."""
-    return functional.embedding(ids, weight)
+    return functional.embedding(ids, table) if isinstance(table, Tensor) else table(ids)
 
 
 def head(
@@ -177,7 +199,7 @@ class DecoderModel:
         self,
         arch: Arch,
         layers: Sequence[DecoderLayer],
-        embedding: Float[Tensor, "vocab hidden"],
+        embedding: Table,
         norm: Float[Tensor, "hidden"],
         head_op: LinearOp,
     ) -> None:

@@ -34,17 +34,17 @@ Records = dict[str, dict[str, Any]]
 def output_files(job: Job, records: Records) -> dict[str, bytes]:
     """Every file of the output besides weights and index: companions byte for byte, the configs, the recipe."""
     storage = _storage_dtype(job)
-    config = output_config(
-        job.source.config,
-        job.arch,
-        str(storage).removeprefix("torch."),
-        quantization_config(job.assignment.schemes, job.assignment.kept),
-    )
+    config = output_config(job.source.config, job.arch, str(storage).removeprefix("torch."), _quantization_config(job))
     return job.companions | {
         "config.json": json_bytes(config),
         FILE_NAME: _inference_config(job, records).to_json(),
         "recipe.json": (job.recipe.to_json() + "\n").encode(),
     }
+
+
+def _quantization_config(job: Job) -> dict[str, Any]:
+    assigned = job.assignment
+    return quantization_config(assigned.schemes, assigned.kept, tables=assigned.tables)
 
 
 def _storage_dtype(job: Job) -> torch.dtype:
@@ -61,10 +61,11 @@ def _inference_config(job: Job, records: Records) -> InferenceConfig:
     return InferenceConfig(
         model_type=job.arch.model_type,
         weights=Weights(
-            layout=quantization_config(job.assignment.schemes, job.assignment.kept)["format"],
+            layout=_quantization_config(job)["format"],
             schemes={weight_format.key(): weight_format for weight_format in formats.values()},
             linears={module: weight_format.key() for module, weight_format in formats.items()},
             float=job.assignment.kept,
+            tied={module: readers[0] for readers in job.assignment.tables.values() for module in readers[1:]},
             bits_per_weight=bits_per_weight(job, records),
         ),
         limits=Limits(max_context=job.arch.max_positions),

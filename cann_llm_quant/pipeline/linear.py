@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from cann_llm_quant.calibrate.moments import SiteMoments
 from cann_llm_quant.calibrate.statistics import SiteStatistics
 from cann_llm_quant.quant import rtn
 from cann_llm_quant.quant.error import output_error
@@ -30,7 +31,7 @@ def solve_linear(
     weight: Float[Tensor, "out in"],
     scheme: Scheme,
     storage: torch.dtype,
-    site: SiteStatistics | None,
+    site: SiteStatistics | SiteMoments | None,
     *,
     clip: bool,
     rtn_error: float | None,
@@ -51,7 +52,10 @@ def solve_linear(
 
 
 def rounding_error(
-    weight: Float[Tensor, "out in"], scheme: Scheme, storage: torch.dtype, site: SiteStatistics | None
+    weight: Float[Tensor, "out in"],
+    scheme: Scheme,
+    storage: torch.dtype,
+    site: SiteStatistics | SiteMoments | None,
 ) -> float | None:
     """Relative output error of plain min-max rounding; None without statistics."""
     if site is None:
@@ -61,7 +65,7 @@ def rounding_error(
 
 
 def _judged(
-    weight: Float[Tensor, "out in"], quantized: QuantizedTensor, site: SiteStatistics, energy: float
+    weight: Float[Tensor, "out in"], quantized: QuantizedTensor, site: SiteStatistics | SiteMoments, energy: float
 ) -> SolvedLinear:
     lost = output_error(quantized.dequantize().sub_(weight), site.hessian)
     return SolvedLinear(quantized, lost / energy if energy > 0 else 0.0)

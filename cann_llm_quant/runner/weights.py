@@ -16,7 +16,8 @@ from cann_llm_quant.export.native_inputs import input_quantizers
 from cann_llm_quant.export.native_reader import NativeCheckpoint
 from cann_llm_quant.models import arch_from_checkpoint
 from cann_llm_quant.models.arch import Arch, LinearSpec
-from cann_llm_quant.models.decoder import DecoderLayer, DecoderModel, DenseLinear, LinearOp
+from cann_llm_quant.models.decoder import DecoderLayer, DecoderModel, DenseLinear, LinearOp, Table
+from cann_llm_quant.models.lookup import QuantizedLookup
 from cann_llm_quant.models.weights import load_model
 from cann_llm_quant.quant.activations import InputQuantizer
 from cann_llm_quant.runner.linear import packed_linear
@@ -87,12 +88,21 @@ class _PackedLoader:
     def model(self) -> DecoderModel:
         arch = self.arch
         layers = [self._layer(index) for index in range(arch.num_layers)]
-        embedding = self._tensor(arch.embedding_name)
-        if arch.tied_head:
-            head: LinearOp = DenseLinear(embedding)
-        else:
-            head = self._linear(arch.head_module, (arch.vocab_size, arch.hidden_size), None)
+        embedding, tied_head = self._embedding()
+        shape = (arch.vocab_size, arch.hidden_size)
+        head = tied_head if arch.tied_head else self._linear(arch.head_module, shape, None)
         return DecoderModel(arch, layers, embedding, self._tensor(arch.final_norm_name), head)
+
+    def _embedding(self) -> tuple[Table, LinearOp]:
+        """The embedding, and the same matrix as a tied head: one storage for both."""
+        module = self.arch.embedding_name.removesuffix(".weight")
+        packed = self.checkpoint.quantized(module)
+        if packed is None:
+            weight = self._tensor(self.arch.embedding_name)
+            return weight, DenseLinear(weight)
+        self._check_shape(module, packed.shape, (self.arch.vocab_size, self.arch.hidden_size))
+        table = QuantizedLookup(packed, self.device, self.dtype)
+        return table, packed_linear(table.weight, None, device=self.device, dtype=self.dtype, kernel=self.kernel)
 
     def _layer(self, index: int) -> DecoderLayer:
         layer = self.arch.layers[index]
@@ -108,13 +118,16 @@ class _PackedLoader:
         packed = self.checkpoint.quantized(module)
         if packed is None:
             return DenseLinear(self._tensor(f"{module}.weight"), bias)
-        if packed.shape != shape:
-            raise CheckpointError(
-                f"{self.checkpoint.path}: {module} is packed as {list(packed.shape)}, config says {list(shape)}"
-            )
+        self._check_shape(module, packed.shape, shape)
         return packed_linear(
             packed, bias, device=self.device, dtype=self.dtype, kernel=self.kernel, inputs=self.inputs.get(module)
         )
+
+    def _check_shape(self, module: str, found: tuple[int, int], shape: tuple[int, int]) -> None:
+        if found != shape:
+            raise CheckpointError(
+                f"{self.checkpoint.path}: {module} is packed as {list(found)}, config says {list(shape)}"
+            )
 
     def _tensor(self, name: str) -> Tensor:
         return self.checkpoint.load(name).to(device=self.device, dtype=self.dtype)
