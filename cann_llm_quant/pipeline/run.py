@@ -17,15 +17,17 @@ from cann_llm_quant.checkpoint import open_checkpoint
 from cann_llm_quant.checkpoint.writer import CheckpointWriter, check_output
 from cann_llm_quant.models.arch import Layer
 from cann_llm_quant.pipeline.closing import output_files, summarize
+from cann_llm_quant.pipeline.embedding import write_embedding
+from cann_llm_quant.pipeline.head import HEAD, reads_text_for_head, write_head
 from cann_llm_quant.pipeline.layer_run import layer_passes, quantize_one
 from cann_llm_quant.pipeline.layer_tensors import require_finite
 from cann_llm_quant.pipeline.mixing import resolve_mix
 from cann_llm_quant.pipeline.prepare import Job, prepare
 from cann_llm_quant.pipeline.request import Event, QuantizeReport, RunOptions, Stage
-from cann_llm_quant.pipeline.states import streams_before
+from cann_llm_quant.pipeline.states import Streams, streams_before
 from cann_llm_quant.recipe import Recipe
 
-EMBEDDING, HEAD, EXTRA = "embedding", "head", "extra"
+EXTRA = "extra"
 
 Tell = Callable[[Event], None]
 
@@ -66,12 +68,10 @@ def quantize_model(
             resumed = sum(unit.startswith("layer.") for unit in writer.completed)
             warnings += [text for record in writer.completed.values() for text in record.get("warnings", [])]
             with torch.no_grad():
-                _write_outer(job, writer, EMBEDDING, [job.arch.embedding_name])
-                _quantize_layers(job, writer, resumed, tell)
-                head = [name for name in job.arch.outer_shapes() if name != job.arch.embedding_name]
-                _write_outer(job, writer, HEAD, head)
-                if job.extra:
-                    _write_outer(job, writer, EXTRA, job.extra)
+                write_embedding(job, writer)
+                streams = _quantize_layers(job, writer, resumed, tell)
+                _quantize_head(job, writer, streams, tell)
+                _write_extra(job, writer)
             tell(Event("write", message="writing shards, index and configs"))
             records = dict(writer.completed)
             written = writer.finish(output_files(job, records))
@@ -87,19 +87,31 @@ def _name_of(model: str) -> str:
     return os.fsencode(name).decode("utf-8", "replace")
 
 
-def _write_outer(job: Job, writer: CheckpointWriter, unit: str, names: list[str]) -> None:
-    """Copy tensors that stay as they are."""
-    if unit in writer.completed:
+def _write_extra(job: Job, writer: CheckpointWriter) -> None:
+    """Copy tensors that the decoder does not read."""
+    if not job.extra or EXTRA in writer.completed:
         return
-    tensors = {name: job.source.load(name) for name in names}
+    tensors = {name: job.source.load(name) for name in job.extra}
     for name, tensor in tensors.items():
         require_finite(name, tensor)
-    writer.write_unit(unit, tensors, {"kept": len(names)})
+    writer.write_unit(EXTRA, tensors, {"kept": len(tensors)})
 
 
-def _quantize_layers(job: Job, writer: CheckpointWriter, finished: int, tell: Tell) -> None:
-    if finished == job.arch.num_layers:
+def _quantize_head(job: Job, writer: CheckpointWriter, streams: Streams | None, tell: Tell) -> None:
+    """Write the head with what surrounds it; a message for each of its warnings that was not told before."""
+    if HEAD in writer.completed:
         return
+    record = write_head(job, writer, streams)
+    for warning in record["warnings"]:
+        tell(Event("solve", 1, 1, "head", message=warning, warning=True))
+    if record["linears"]:
+        tell(Event("solve", 1, 1, "head", _mean_error(record)))
+
+
+def _quantize_layers(job: Job, writer: CheckpointWriter, finished: int, tell: Tell) -> Streams | None:
+    """Quantize the layers that are left; returns the states after the last one where the head is solved on them."""
+    if finished == job.arch.num_layers and (HEAD in writer.completed or not reads_text_for_head(job)):
+        return None
     streams = streams_before(job, writer, finished, tell)
     passes = _Passes(tell, [layer_passes(job, layer) for layer in job.arch.layers])
     for layer in job.arch.layers[finished:]:
@@ -109,6 +121,7 @@ def _quantize_layers(job: Job, writer: CheckpointWriter, finished: int, tell: Te
         if streams is not None:
             streams.forget_before(layer.index + 1)
         passes.end(_mean_error(result.record))
+    return streams
 
 
 class _Passes:
