@@ -123,13 +123,16 @@ def quantization(config: Mapping[str, Any]) -> dict[str, Any] | None:
     if not isinstance(section, Mapping):
         return None
     groups = section.get("config_groups")
-    weights = [group.get("weights") for group in groups.values()] if isinstance(groups, Mapping) else []
+    groups = [group for group in groups.values() if isinstance(group, Mapping)] if isinstance(groups, Mapping) else []
+    keys = ("num_bits", "type", "symmetric", "strategy", "group_size")
+    both = [(group.get("weights"), group.get("input_activations")) for group in groups]
     return {
         "method": section.get("quant_method"),
         "layout": section.get("format"),
         "weights": [
-            {key: scheme.get(key) for key in ("num_bits", "type", "symmetric", "strategy", "group_size")}
-            for scheme in weights
+            {key: scheme.get(key) for key in keys}
+            | {"inputs": {key: inputs.get(key) for key in (*keys, "dynamic")} if isinstance(inputs, Mapping) else None}
+            for scheme, inputs in both
             if isinstance(scheme, Mapping)
         ],
         "ignored": len(section.get("ignore") or ()),
@@ -216,12 +219,19 @@ def quantization_line(section: Mapping[str, Any] | None) -> str:
     if section is None:
         return "none"
     formats = [
-        f"{w['type']}{w['num_bits']} {'symmetric' if w['symmetric'] else 'asymmetric'} per {w['strategy']}"
-        + (f" of {w['group_size']}" if w["strategy"] == "group" else "")
+        number_format(w) + ("" if w["inputs"] is None else f", inputs {number_format(w['inputs'])}")
         for w in section["weights"]
     ]
     layout = " ".join(str(section[key]) for key in ("method", "layout") if section[key])
     return "; ".join([layout, *formats, f"{section['ignored']} left in float"])
+
+
+def number_format(scheme: Mapping[str, Any]) -> str:
+    """A weight or input scheme in words, such as `int4 symmetric per group of 128`."""
+    symmetry = "symmetric" if scheme["symmetric"] else "asymmetric"
+    size = f" of {scheme['group_size']}" if scheme["group_size"] else ""
+    static = ", stored range" if scheme.get("dynamic") is False else ""
+    return f"{scheme['type']}{scheme['num_bits']} {symmetry} per {scheme['strategy']}{size}{static}"
 
 
 def tensor_rows(infos: "Iterable[TensorInfo]", *, every: bool) -> Iterable[tuple[str, int, str, tuple[int, ...], int]]:
