@@ -266,6 +266,9 @@ class Recipe(_Document):
     smooth_alpha: float | None = Field(
         default=None, ge=0, le=1, description="smoothquant's exponent for all sites; null: searched for each"
     )
+    rotate: bool = Field(
+        default=False, description="spread outlier channels by Hadamard rotations that fold into the weights"
+    )
     scheme: WeightScheme = WeightScheme()
     head: Head = Field(default=None, description="scheme of the output head; null: float")
     embedding: Embedding = Field(default=None, description="int8 with one scale a row, or null: float")

@@ -59,6 +59,15 @@ SmoothAlpha = Annotated[
         rich_help_panel=SCHEME,
     ),
 ]
+Rotate = Annotated[
+    bool | None,
+    typer.Option(
+        "--rotate/--no-rotate",
+        help="Spread outlier channels by Hadamard rotations folded into the weights; for inputs in 4 or 8 bits. "
+        "[default: no]",
+        rich_help_panel=SCHEME,
+    ),
+]
 Scheme = Annotated[
     str | None,
     typer.Option(

@@ -16,6 +16,7 @@ FIELDS = {
     "method": ("method",),
     "effort": ("effort",),
     "smooth_alpha": ("smooth_alpha",),
+    "rotate": ("rotate",),
     "bits": ("scheme", "bits"),
     "group_size": ("scheme", "group_size"),
     "symmetric": ("scheme", "symmetric"),

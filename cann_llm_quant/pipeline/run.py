@@ -24,6 +24,7 @@ from cann_llm_quant.pipeline.layer_tensors import require_finite
 from cann_llm_quant.pipeline.mixing import resolve_mix
 from cann_llm_quant.pipeline.prepare import Job, prepare
 from cann_llm_quant.pipeline.request import Event, QuantizeReport, RunOptions, Stage
+from cann_llm_quant.pipeline.rotation import rotated_source
 from cann_llm_quant.pipeline.states import Streams, streams_before
 from cann_llm_quant.recipe import Recipe
 
@@ -55,7 +56,8 @@ def quantize_model(
         revision=options.revision,
         allow_pickle=options.allow_pickle,
         ignore_source_quant=options.ignore_source_quant,
-    ) as source:
+    ) as opened:
+        source = rotated_source(opened, recipe, tell)
         recipe = resolve_mix(source, _name_of(model), recipe, options, tell)
         job = prepare(source, _name_of(model), recipe, options, tell)
         with CheckpointWriter.open(

@@ -102,7 +102,7 @@ def _paley(order: int) -> Tensor | None:
 
 
 def _bordered(q: int, left: float) -> Tensor:
-    """Quadratic residues modulo a prime as the matrix chi(i - j), with a row of ones above and a column `left` of it."""
+    """Quadratic residues modulo a prime as the matrix chi(i - j), a row of ones above and a column `left` before it."""
     squares = {i * i % q for i in range(1, q)}
     chi = torch.tensor([0.0, *(1.0 if i in squares else -1.0 for i in range(1, q))], dtype=torch.float64)
     index = torch.arange(q)
