@@ -12,7 +12,7 @@ import typer
 from cann_llm_quant.cli import quantize_flags as flag
 from cann_llm_quant.cli.options import AllowPickle, Debug, Json, Revision, parse_size
 from cann_llm_quant.cli.progress import show_progress
-from cann_llm_quant.cli.recipe_flags import parse_group_size, resolve_recipe
+from cann_llm_quant.cli.recipe_flags import outer_scheme, parse_group_size, resolve_recipe
 from cann_llm_quant.cli.scheme_names import named_schemes
 from cann_llm_quant.cli.terminal import Reply, duration, print_facts, printable, size
 from cann_llm_quant.errors import UsageError
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from cann_llm_quant.pipeline import QuantizeReport
+    from cann_llm_quant.pipeline.expert_counts import ExpertCounts
 
 
 def quantize(
@@ -54,6 +55,9 @@ def quantize(
     no_fuse_check: flag.NoFuseCheck = False,
     on_misfit: flag.OnMisfit = None,
     tensor_parallel: flag.TensorParallel = 1,
+    head_bits: flag.HeadBits = None,
+    embedding_bits: flag.EmbeddingBits = None,
+    moe_all_experts: flag.MoeAllExperts = None,
     formats: flag.Formats = None,
     overwrite: flag.Overwrite = False,
     max_shard_size: flag.MaxShardSize = "5GB",
@@ -88,6 +92,9 @@ def quantize(
         "samples": samples,
         "seq_len": seq_len,
         "seed": seed,
+        "head": outer_scheme(head_bits),
+        "embedding": outer_scheme(embedding_bits),
+        "moe_all_experts": moe_all_experts,
         "formats": formats or None,
     }
     resolved = resolve_recipe(recipe, flags, ignore or ())
@@ -149,6 +156,16 @@ def draw(console: "Console", report: "QuantizeReport") -> None:
     print_facts(console, facts(report))
 
 
+def expert_line(counts: "ExpertCounts") -> str:
+    """How many calibration tokens the router sent to the experts, and what became of those that saw few."""
+    least, median, most = counts.min_tokens, f"{counts.median_tokens:g}", counts.max_tokens
+    few = f"{counts.few} under {counts.few_tokens}, {counts.unseen} unseen"
+    solved = f"{counts.borrowing} also solved for others' tokens"
+    if counts.every_token:
+        solved = "all solved for every token"
+    return f"{counts.count} saw {least} to {most} tokens, median {median}; {few}; {solved}"
+
+
 def facts(report: "QuantizeReport") -> Iterable[tuple[str, str]]:
     """Title and text of each closing line."""
     share = report.quantized_parameters / max(report.total_parameters, 1)
@@ -163,6 +180,8 @@ def facts(report: "QuantizeReport") -> Iterable[tuple[str, str]]:
     if report.mean_error is not None and report.mean_rtn_error is not None:
         error, rounding = report.mean_error, report.mean_rtn_error
         yield "output error", f"{error:.4g} on average, where plain rounding gives {rounding:.4g}"
+    if report.experts is not None:
+        yield "experts", expert_line(report.experts)
     kept, dropped = report.kept_tensors, len(report.dropped_tensors)
     tensors = f"{report.source_tensors} in the source"
     yield "tensors", f"{tensors} = {linears} quantized + {kept} kept + {dropped} dropped"

@@ -233,6 +233,34 @@ TensorParallel = Annotated[
     ),
 ]
 
+HeadBits = Annotated[
+    int | None,
+    typer.Option(
+        "--head-bits",
+        metavar="4|8",
+        help="Quantize the output head: INT8 with one scale a row, or INT4 in groups. [default: float]",
+        rich_help_panel=LINEARS,
+    ),
+]
+EmbeddingBits = Annotated[
+    int | None,
+    typer.Option(
+        "--embedding-bits",
+        metavar="8",
+        help="Quantize the embedding: INT8 with one scale a row; a tied head goes with it. [default: float]",
+        rich_help_panel=LINEARS,
+    ),
+]
+MoeAllExperts = Annotated[
+    bool | None,
+    typer.Option(
+        "--moe-all-experts/--moe-routed",
+        help="Calibrate every expert on every token; or on those routed to it and, where they are few, on others by "
+        "the chance that the router gives them. [default: routed]",
+        rich_help_panel=LINEARS,
+    ),
+]
+
 Formats = Annotated[
     list[str] | None,
     typer.Option("--format", metavar="FORMAT", help="Layout to write. [default: native]", rich_help_panel=RESOURCES),

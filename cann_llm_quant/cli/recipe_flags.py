@@ -30,8 +30,16 @@ FIELDS = {
     "samples": ("calibration", "samples"),
     "seq_len": ("calibration", "length"),
     "seed": ("calibration", "seed"),
+    "head": ("head",),
+    "embedding": ("embedding",),
+    "moe_all_experts": ("moe_all_experts",),
     "formats": ("formats",),
 }
+
+
+def outer_scheme(bits: int | None) -> dict[str, Any] | None:
+    """The scheme that `--head-bits` or `--embedding-bits` means: 8 bits have one scale a row, fewer have groups."""
+    return None if bits is None else {"bits": bits, "group_size": -1 if bits == 8 else "auto"}
 
 
 def resolve_recipe(file: Path | None, flags: Mapping[str, Any], ignore: Sequence[str]) -> "Recipe":
