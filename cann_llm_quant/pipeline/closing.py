@@ -157,7 +157,7 @@ def summarize(
         source_bytes=sum(info.nbytes for info in tensors.values()),
         mean_rtn_error=_mean([entry["rtn_error"] for entry in linears.values()]),
         mean_error=_mean([entry["error"] for entry in linears.values()]),
-        experts=expert_counts(job.arch, linears, FEW_TOKENS),
+        experts=expert_counts(job.arch, linears, few_tokens=FEW_TOKENS, every_token=job.recipe.moe_all_experts),
         calibration=job.corpus,
         seconds=seconds,
         peak_memory_bytes=peak_memory_bytes(),

@@ -12,7 +12,8 @@ from cann_llm_quant.models.arch import Arch
 class ExpertCounts:
     """Tokens that the router sent to each expert, over all experts of all layers.
 
-    `few` saw fewer than `few_tokens`, `unseen` none at all; `borrowing` were solved for other experts' tokens as well.
+    `few` saw fewer than `few_tokens`, `unseen` none at all; `borrowing` were solved for other experts' tokens as well,
+    with `every_token` all for all tokens.
     """
 
     count: int
@@ -23,9 +24,12 @@ class ExpertCounts:
     few: int
     unseen: int
     borrowing: int
+    every_token: bool
 
 
-def expert_counts(arch: Arch, linears: Mapping[str, Mapping[str, Any]], few_tokens: int) -> ExpertCounts | None:
+def expert_counts(
+    arch: Arch, linears: Mapping[str, Mapping[str, Any]], *, few_tokens: int, every_token: bool
+) -> ExpertCounts | None:
     """Counts from the linears' records, one gate for each expert; None without experts or without calibration."""
     gates = [spec.module for layer in arch.layers for spec in layer.linears if _is_expert_gate(spec.role)]
     entries = [linears[module] for module in gates if module in linears and linears[module]["routed"] is not None]
@@ -41,6 +45,7 @@ def expert_counts(arch: Arch, linears: Mapping[str, Mapping[str, Any]], few_toke
         few=sum(tokens < few_tokens for tokens in routed),
         unseen=routed.count(0),
         borrowing=sum(entry["borrowed"] > 0 for entry in entries),
+        every_token=every_token,
     )
 
 
