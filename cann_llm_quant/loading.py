@@ -31,9 +31,9 @@ def format_warnings(
 ) -> list[str]:
     """Number formats that runtimes do not load, or load wrongly (transformers 5.24, compressed-tensors 0.20)."""
     warnings = []
-    low = sorted({scheme.bits for scheme in schemes.values() if scheme.bits < 4})
-    if low:
-        bits = " and ".join(map(str, low))
+    odd = sorted({scheme.bits for scheme in schemes.values() if scheme.bits not in (4, 8)})
+    if odd:
+        bits = " and ".join(map(str, odd))
         warnings.append(f"{bits}-bit weights: transformers loads them, vLLM and SGLang load 4 and 8 bits only")
     tiles = [s for s in linears if s.module in schemes and schemes[s.module].strategy == "tile"]
     partial = [f"{s.module} ({s.in_features} columns)" for s in tiles if s.in_features % TILE]

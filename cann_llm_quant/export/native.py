@@ -110,11 +110,16 @@ def _encode_packed(weight: QuantizedTensor) -> dict[str, Tensor]:
 
 
 def _stored_scale(weight: QuantizedTensor) -> Tensor:
+    scale, divisor = weight.scale, weight.global_scale
     if weight.scheme.scale_type == "e8m0":
-        return weight.scale.to(torch.float8_e8m0fnu).view(torch.uint8)
-    if weight.global_scale is not None:
-        return (weight.scale * weight.global_scale).to(torch.float8_e4m3fn)
-    return weight.scale.view(1) if weight.scheme.strategy == "tensor" else weight.scale.contiguous()
+        stored = scale.to(torch.float8_e8m0fnu)
+        assert torch.equal(stored.to(torch.float32), scale), "scales are no powers of two"
+        return stored.view(torch.uint8)
+    if divisor is not None:
+        stored = (scale * divisor).to(torch.float8_e4m3fn)
+        assert torch.equal(stored.to(torch.float32) / divisor, scale), "scales were not rounded under the global scale"
+        return stored
+    return scale.view(1) if weight.scheme.strategy == "tensor" else scale.contiguous()
 
 
 def decode(module: str, tensors: Mapping[str, Tensor], scheme: Scheme) -> QuantizedTensor:
