@@ -2,11 +2,11 @@
 
     hessian = sum w y yᵀ              [in, in]    y: what the linears read in the quantized model
     cross   = sum w (x - y) yᵀ        [in, in]    x: what they read in the float model
-    missing = sum w e yᵀ              [out, in]   e: what a linear that is still in float, fed with y, leaves out of
-                                                  the residual stream that the float model has after it
+    wanted  = sum w t yᵀ              [out, in]   t: what the linear should give: the float model's stream after it
+                                                  less the quantized model's stream before it
 
-`cross` is measured where a site's linears go on to other linears (q/k/v, gate/up), `missing` where one linear writes to
-the residual stream (o, down): it holds the linear's own W (x - y) and the drift of the stream that it is added to.
+`cross` is measured where a site's linears go on to other linears (q/k/v, gate/up), `wanted` where one linear writes to
+the residual stream (o, down): it holds the drift of the linear's input and of the stream that it is added to.
 
 Sums run over tokens, in float32, one addition per window. Tokens weigh w = 1, except where a linear writes to the
 stream: the next norm divides every token by its length, so that an error counts relative to it, w = 1 / mean(stream²).
@@ -26,17 +26,26 @@ _SMALLEST_STREAM = 1e-2
 
 @dataclass(frozen=True)
 class SiteMoments:
-    """Moments of one site over `tokens` tokens; `cross` and `missing` are None where they were not measured.
+    """Moments of one site over `tokens` tokens; `cross` and `wanted` are None where they were not measured.
 
-    `borrowed` and `routed` as in `SiteStatistics`.
+    `added` is what was added to the Hessian's diagonal for want of tokens (quant/shrinkage.py). `borrowed` and `routed`
+    as in `SiteStatistics`.
     """
 
     hessian: Float[Tensor, "in in"]
     cross: Float[Tensor, "in in"] | None
-    missing: Float[Tensor, "out in"] | None
+    wanted: Float[Tensor, "out in"] | None
     tokens: int
     borrowed: int = 0
     routed: int | None = None
+    added: Float[Tensor, " in"] | None = None
+
+    def missing(self, w: Float[Tensor, "out in"]) -> Float[Tensor, "out in"] | None:
+        """sum w e yᵀ with e what the outputs of `w`, fed with y, lack; None where no float model walked along."""
+        if self.wanted is not None:
+            given = w @ self.hessian
+            return self.wanted - (given if self.added is None else given.sub_(w * self.added))
+        return None if self.cross is None else w @ self.cross
 
     @property
     def evidence(self) -> int:
@@ -50,7 +59,7 @@ class MomentSums:
     def __init__(self) -> None:
         self._hessian: Tensor | None = None
         self._cross: Tensor | None = None
-        self._missing: Tensor | None = None
+        self._wanted: Tensor | None = None
         self._tokens = 0
 
     def add(
@@ -58,10 +67,10 @@ class MomentSums:
         y: Float[Tensor, "tokens in"],
         *,
         x: Float[Tensor, "tokens in"] | None = None,
-        missing: Float[Tensor, "tokens out"] | None = None,
+        wanted: Float[Tensor, "tokens out"] | None = None,
         stream: Float[Tensor, "tokens hidden"] | None = None,
     ) -> None:
-        """Add one window; `stream` is what tokens are weighed by, `missing` is e of the module's text."""
+        """Add one window; `stream` is what tokens are weighed by, `wanted` is t of the module's text."""
         y = y.to(torch.float32)
         weighted = y if stream is None else y * token_weights(stream)
         if self._hessian is None:
@@ -71,14 +80,14 @@ class MomentSums:
         self._tokens += y.shape[0]
         if x is not None:
             self._cross = _added(self._cross, x.to(torch.float32) - y, weighted)
-        if missing is not None:
-            self._missing = _added(self._missing, missing.to(torch.float32), weighted)
+        if wanted is not None:
+            self._wanted = _added(self._wanted, wanted.to(torch.float32), weighted)
 
     def finish(self) -> SiteMoments | None:
         """The moments; None when no token came."""
         if self._hessian is None or not self._tokens:
             return None
-        return SiteMoments(mirrored(self._hessian), self._cross, self._missing, self._tokens)
+        return SiteMoments(mirrored(self._hessian), self._cross, self._wanted, self._tokens)
 
 
 def _added(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:

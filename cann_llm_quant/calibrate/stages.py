@@ -24,7 +24,7 @@ from cann_llm_quant.calibrate.moments import MomentSums, SiteMoments
 from cann_llm_quant.calibrate.state_store import StateStore
 from cann_llm_quant.calibrate.stream import HiddenStates, require_finite
 from cann_llm_quant.models.attention import CausalAttend
-from cann_llm_quant.models.decoder import DecoderLayer, ignore, rotation_of
+from cann_llm_quant.models.decoder import DecoderLayer, Observe, ignore, rotation_of
 
 Measured = dict[str, SiteMoments]
 
@@ -142,7 +142,8 @@ class StagedLayer:
 
     `float_layer` and `float_states` are None where no float model walks along. `factors` are what the quantized model's
     producers were divided by, by site: the float model's inputs are divided by the same. `every_token` measures experts
-    on all tokens. `step` is called after every window.
+    on all tokens. `observers` gives, for each stage in turn (`qkv`, `o`, `gate_up`, `down`), an observer of what the
+    quantized model hands its sites. `step` is called after every window.
     """
 
     def __init__(
@@ -156,6 +157,7 @@ class StagedLayer:
         float_states: HiddenStates | None = None,
         factors: Mapping[str, Float[Tensor, " in"]] | None = None,
         every_token: bool = False,
+        observers: Callable[[str], Observe] = lambda stage: ignore,
         step: Callable[[], None] = lambda: None,
     ) -> None:
         self._quantized = _QuantizedWalk(layer, states, store)
@@ -163,7 +165,7 @@ class StagedLayer:
         if float_layer is not None and float_states is not None:
             self._float = _FloatWalk(float_layer, float_states, store)
         self._wanted, self._factors, self.step = tuple(wanted), factors or {}, step
-        self._every_token = every_token
+        self._every_token, self._observers = every_token, observers
 
     def sites(self) -> Iterator[Measured]:
         """Moments of the sites, stage by stage; the caller replaces the linears of a stage before taking the next."""
@@ -225,8 +227,9 @@ class StagedLayer:
 
     def _read(self, site: str, inputs: Iterator[Tensor], partner: Iterator[Tensor | None]) -> Measured:
         """Moments of a site whose linears go on to other linears."""
-        sums = MomentSums()
+        sums, observe = MomentSums(), self._observers(site)
         for y, x in zip(inputs, partner, strict=True):
+            observe(site, y)
             if site in self._wanted:
                 if x is not None and site in self._factors:
                     x = x / self._factors[site].to(x.dtype)
@@ -237,16 +240,16 @@ class StagedLayer:
     def _written(
         self, site: str, inputs: Iterator[tuple[Tensor, Tensor]], partner: Iterator[Tensor | None]
     ) -> Measured:
-        """Moments of a site whose one linear (of the same name) writes to the stream."""
-        linear = self._quantized.layer.linears[site]
-        sums = MomentSums()
-        for (y, stream), wanted in zip(inputs, partner, strict=True):
+        """Moments of a site whose one linear writes to the stream."""
+        sums, observe = MomentSums(), self._observers(site)
+        for (y, before), after in zip(inputs, partner, strict=True):
+            observe(site, y)
             if site not in self._wanted:
                 pass
-            elif wanted is None:
-                sums.add(y, stream=stream)
+            elif after is None:
+                sums.add(y, stream=before)
             else:
-                sums.add(y, missing=wanted - (stream + linear(y)), stream=wanted)
+                sums.add(y, wanted=after - before, stream=after)
             self.step()
         return _found(site, sums)
 
@@ -255,13 +258,24 @@ class StagedLayer:
         layer = self._quantized.layer
         sites = [site for site in self._wanted if site.endswith(kind)]
         collector = ExpertCollector(layer, sites, every_token=self._every_token)
+        both = _shown_to(collector.observe, self._observers(kind))
         for h in self._quantized.streams():
-            layer.mlp(layer.norm("post_norm", h).flatten(0, 1), collector.observe)
+            layer.mlp(layer.norm("post_norm", h).flatten(0, 1), both)
             self.step()
         return {
             site: SiteMoments(s.hessian, None, None, s.tokens, s.borrowed, s.routed)
             for site, s in collector.finish().items()
         }
+
+
+def _shown_to(first: Observe, second: Observe) -> Observe:
+    """An observer that shows everything to two."""
+
+    def show(site: str, x: Tensor) -> None:
+        first(site, x)
+        second(site, x)
+
+    return show
 
 
 def _found(site: str, sums: MomentSums) -> Measured:

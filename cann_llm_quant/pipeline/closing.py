@@ -15,6 +15,8 @@ from cann_llm_quant.export.inference_config import (
     FILE_NAME,
     Accounting,
     InferenceConfig,
+    InputFormat,
+    Inputs,
     Limits,
     LinearReport,
     Provenance,
@@ -27,6 +29,7 @@ from cann_llm_quant.pipeline.expert_counts import expert_counts
 from cann_llm_quant.pipeline.input_ranges import FEW_TOKENS
 from cann_llm_quant.pipeline.prepare import LIBRARIES, Job, peak_memory_bytes
 from cann_llm_quant.pipeline.request import QuantizeReport
+from cann_llm_quant.quant.activations import label
 
 Records = dict[str, dict[str, Any]]
 
@@ -44,7 +47,15 @@ def output_files(job: Job, records: Records) -> dict[str, bytes]:
 
 def _quantization_config(job: Job) -> dict[str, Any]:
     assigned = job.assignment
-    return quantization_config(assigned.schemes, assigned.kept, tables=assigned.tables)
+    return quantization_config(assigned.schemes, assigned.kept, assigned.activations, tables=assigned.tables)
+
+
+def _inputs(job: Job) -> Inputs:
+    activations = job.assignment.activations
+    return Inputs(
+        schemes={label(scheme): InputFormat.of(scheme) for scheme in activations.values()},
+        linears={module: label(scheme) for module, scheme in activations.items()},
+    )
 
 
 def _storage_dtype(job: Job) -> torch.dtype:
@@ -68,6 +79,7 @@ def _inference_config(job: Job, records: Records) -> InferenceConfig:
             tied={module: readers[0] for readers in job.assignment.tables.values() for module in readers[1:]},
             bits_per_weight=bits_per_weight(job, records),
         ),
+        inputs=_inputs(job),
         limits=Limits(max_context=job.arch.max_positions),
         accounting=Accounting(**accounting(job, records), dropped=job.dropped, extra=job.extra),
         provenance=Provenance(
@@ -151,7 +163,7 @@ def summarize(
         dropped_tensors=job.dropped,
         extra_tensors=job.extra,
         float_modules=job.assignment.kept,
-        formats=dict(Counter(weight.key() for weight in _formats(job, records).values())),
+        formats=dict(Counter(_format_name(job, module, weight) for module, weight in _formats(job, records).items())),
         weight_files=list(written.weight_files),
         output_bytes=sum(path.stat().st_size for path in written.path.rglob("*") if path.is_file()),
         source_bytes=sum(info.nbytes for info in tensors.values()),
@@ -163,6 +175,11 @@ def summarize(
         peak_memory_bytes=peak_memory_bytes(),
         warnings=warnings,
     )
+
+
+def _format_name(job: Job, module: str, weight: WeightFormat) -> str:
+    scheme = job.assignment.activations.get(module)
+    return weight.key() if scheme is None else f"{weight.key()} with {label(scheme)} inputs"
 
 
 def _mean(values: list[float | None]) -> float | None:

@@ -10,11 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cann_llm_quant.calibrate.input_sketches import SketchCollector
 from cann_llm_quant.calibrate.moments import SiteMoments
 from cann_llm_quant.calibrate.stages import StagedLayer
 from cann_llm_quant.export import native
 from cann_llm_quant.models.arch import Layer
-from cann_llm_quant.models.decoder import DecoderLayer, DenseLinear
+from cann_llm_quant.models.decoder import DecoderLayer, DenseLinear, Observe
+from cann_llm_quant.models.quantized_input import QuantizedInputLinear
+from cann_llm_quant.pipeline.input_ranges import inputs_of_sites, range_observer, sites_with_ranges
 from cann_llm_quant.pipeline.layer import LayerResult, linear_entry
 from cann_llm_quant.pipeline.layer_tensors import layer_schemes, storage_dtypes
 from cann_llm_quant.pipeline.linear import SolvedLinear
@@ -24,6 +27,7 @@ from cann_llm_quant.pipeline.site import FloatLinear, solve_site
 from cann_llm_quant.pipeline.smoothing import Smoothed
 from cann_llm_quant.pipeline.tuning import can_tune, tune_layer
 from cann_llm_quant.quant import rtn
+from cann_llm_quant.quant.activations import InputQuantizer
 from cann_llm_quant.quant.grid import choose_scale_dtype
 from cann_llm_quant.quant.scheme import QuantizedTensor, Scheme
 
@@ -43,21 +47,39 @@ class FeedbackLayer:
         self._weights: dict[str, QuantizedTensor] = {}
         self._linears: dict[str, dict[str, Any]] = {}
         self._warnings: tuple[str, ...] = ()
+        self._inputs: dict[str, InputQuantizer] = {}
+        self._ranges: dict[str, Tensor] = {}
+        self._stage, self._sketches = "", SketchCollector([])
         self.tuned = False
+
+    def observer(self, stage: str) -> Observe:
+        """What sketches the inputs of a stage's sites, for the ranges that are stored of them."""
+        self._stage = stage
+        self._sketches = SketchCollector(s for s in sites_with_ranges(self._job, self._layer) if s.endswith(stage))
+        return range_observer(self._job, self._running, self._sketches)
 
     def solve(self, staged: StagedLayer) -> LayerResult:
         """Walk the layer and solve every site; returns what is stored and recorded."""
         for measured in staged.sites():
+            self._settle_inputs()
             for site, moments in measured.items():
                 self._solve_site(site, moments)
         self.tuned = self._tune(staged)
         kept = {n: t for n, t in self._smoothed.tensors.items() if n.removesuffix(".weight") not in self._schemes}
-        stored = {name: tensor.to(self._storage[name]) for name, tensor in kept.items()}
+        stored = {name: tensor.to(self._storage[name]) for name, tensor in kept.items()} | self._ranges
         for module in self._schemes:
-            stored |= native.encode(module, self._weights[module])
+            stored |= native.encode(module, self._weights[module], self._job.assignment.activations.get(module))
         linears = {module: self._linears[module] for module in self._schemes}
         record = {"kept": len(kept), "linears": linears, "warnings": list(self._warnings)}
         return LayerResult(stored, {}, record)
+
+    def _settle_inputs(self) -> None:
+        """How the linears of the stage just measured quantize their inputs."""
+        sites = [site.name for site in self._layer.sites if site.name.endswith(self._stage)]
+        inputs = inputs_of_sites(self._job, self._layer, sites, self._sketches.finish())
+        self._inputs |= inputs.quantizers
+        self._ranges |= inputs.stored()
+        self._warnings += inputs.warnings
 
     def _tune(self, staged: StagedLayer) -> bool:
         """Tune the solved layer where the effort asks for it; whether anything changed.
@@ -124,8 +146,10 @@ class FeedbackLayer:
     def _run_with(self, role: str, weight: QuantizedTensor) -> None:
         old = self._running.linears[role]
         bias = old.bias if isinstance(old, DenseLinear) else None
-        _entries(self._running.linears)[role] = DenseLinear(
-            weight.dequantize().to(self._job.device, self._job.dtype), bias
+        dense = weight.dequantize().to(self._job.device, self._job.dtype)
+        inputs = self._inputs.get(self._layer.linear(role).module)
+        _entries(self._running.linears)[role] = (
+            DenseLinear(dense, bias) if inputs is None else QuantizedInputLinear(DenseLinear(dense), inputs, bias)
         )
 
 

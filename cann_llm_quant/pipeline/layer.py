@@ -47,8 +47,8 @@ def quantize_layer(
 ) -> LayerResult:
     """Quantize one layer. `load` reads its float32 tensors by stored name; one copy of them is held at any time.
 
-    `schemes` go by module, `storage` is each tensor's stored dtype. `probe` is one window of the layer's input, for
-    the check that folding left the float function alone (None: the method reads no activations).
+    `schemes` and `activations` go by module, `storage` is each tensor's stored dtype. `probe` is one window of the
+    layer's input, for the check that folding left the float function alone (None: the method reads no activations).
     """
     tensors = load()
     site_of = {layer.linear(role).module: site.name for site in layer.sites for role in site.linears}
@@ -78,7 +78,7 @@ def quantize_layer(
             rtn_error=rtn_errors[module],
         )
         running[name] = solved.weight.dequantize()
-        stored |= native.encode(module, solved.weight)
+        stored |= native.encode(module, solved.weight, activations.get(module))
         linears[module] = linear_entry(solved, rtn_errors[module], site)
     for name, tensor in smoothed.tensors.items():
         stored[name] = tensor.to(storage[name])

@@ -10,6 +10,7 @@ from cann_llm_quant.calibrate.state_store import StateStore
 from cann_llm_quant.checkpoint.writer import CheckpointWriter
 from cann_llm_quant.models.arch import Layer
 from cann_llm_quant.pipeline.feedback import FeedbackLayer, stored_precision
+from cann_llm_quant.pipeline.input_ranges import measured_inputs, sites_with_ranges
 from cann_llm_quant.pipeline.layer import LayerResult, quantize_layer, smooth_checked, unseen, unsmoothed
 from cann_llm_quant.pipeline.layer_tensors import (
     build_running,
@@ -38,7 +39,7 @@ def layer_passes(job: Job, layer: Layer) -> int:
     """How many passes `quantize_one` will count for this layer."""
     windows = 0 if job.ids is None else job.ids.shape[0]
     if not job.recipe.feedback:
-        return max(1, 2 * windows)
+        return max(1, (3 if sites_with_ranges(job, layer) else 2) * windows)
     stages = 4 if layer.moe is None else 5
     streams = 2 if job.recipe.effort_plan.drift else 1
     tuning = 3 * job.recipe.effort_plan.tuning_steps
@@ -77,8 +78,12 @@ def _by_rounding(job: Job, layer: Layer, streams: Streams | None, passes: Passes
         probe,
     )
     statistics.clear()
-    if streams is not None and not _is_unread(job, layer):
-        for _ in streams.quantized.advance(build_running(job, layer, result.running)):
+    states = None if streams is None else streams.quantized
+    inputs = measured_inputs(job, layer, result.running, states, partial(passes, "calibrate"))
+    result.stored.update(inputs.stored())
+    result.record["warnings"] += inputs.warnings
+    if states is not None and not _is_unread(job, layer):
+        for _ in states.advance(build_running(job, layer, result.running, inputs.quantizers)):
             passes("propagate")
     return result
 
@@ -89,6 +94,7 @@ def _by_feedback(job: Job, writer: CheckpointWriter, layer: Layer, streams: Stre
     smoothed, warnings = _smoothed(job, layer, streams, source, passes)
     smoothed.tensors.update(stored_precision(smoothed.tensors, schemes, storage))
     running = build_running(job, layer, smoothed.tensors)
+    feedback = FeedbackLayer(job, layer, source, smoothed, running)
     drift = streams.float_model is not None
     store = StateStore(
         streams.quantized.shape[0],
@@ -105,9 +111,9 @@ def _by_feedback(job: Job, writer: CheckpointWriter, layer: Layer, streams: Stre
         float_states=streams.float_model,
         factors=smoothed.columns,
         every_token=job.recipe.moe_all_experts,
+        observers=feedback.observer,
         step=partial(passes, "calibrate"),
     )
-    feedback = FeedbackLayer(job, layer, source, smoothed, running)
     result = feedback.solve(staged)
     linears = result.record["linears"]
     result.record["warnings"] = [*warnings, *unsmoothed(layer, smoothed), *result.record["warnings"]]

@@ -43,7 +43,8 @@ def measure(job: Job, layer: Layer, states: HiddenStates, step: Callable[[], Non
 
 def trusted_moments(place: str, moments: SiteMoments) -> SiteMoments:
     """The moments with the Hessian shrunk for want of tokens. Raises NumericError when the input is not finite."""
-    return replace(moments, hessian=_trusted(place, moments.hessian, moments.evidence))
+    hessian = _trusted(place, moments.hessian, moments.evidence)
+    return replace(moments, hessian=hessian, added=hessian.diagonal() - moments.hessian.diagonal())
 
 
 def _trusted(place: str, hessian: Tensor, tokens: int) -> Tensor:

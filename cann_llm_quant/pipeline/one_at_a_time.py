@@ -52,9 +52,10 @@ def measure_variants(
 ) -> list[float]:
     """KL(float || variant) in nats per token over the first `windows` windows, in the order of `variants`.
 
-    `store` holds the float model's inputs of every layer. `step(layer, done, total)` counts windows through layers.
+    `store` holds the float model's inputs of every layer. `step(layer, done, total)` counts windows through layers and
+    the head.
     """
-    total = windows * sum(arch.num_layers - variant.unit.layer for variant in variants)
+    total = windows * sum(arch.num_layers - variant.unit.layer + 1 for variant in variants)  # the head is one more
     done = 0
     for index in range(min((v.unit.layer for v in variants), default=0), arch.num_layers):
         tensors = load_layer(checkpoint, arch, index, device, dtype)
@@ -67,7 +68,10 @@ def measure_variants(
             _advance(build_layer(arch, index, changed), index, store, source, variant.slot, windows)
             done += windows
             step(index, done, total)
-    return _divergences(checkpoint, arch, store, variants, windows, device, dtype)
+    last = arch.num_layers - 1
+    return _divergences(
+        checkpoint, arch, store, variants, windows, device, dtype, lambda heads: step(last, done + heads, total)
+    )
 
 
 def _input_grams(layer: DecoderLayer, variants: Sequence[Variant], store: StateStore) -> dict[str, Tensor]:
@@ -117,6 +121,7 @@ def _divergences(
     windows: int,
     device: torch.device,
     dtype: torch.dtype,
+    step: Callable[[int], None],
 ) -> list[float]:
     outer = load_outer(checkpoint, arch, device, dtype)
     head_op = DenseLinear(outer.head)
@@ -127,4 +132,5 @@ def _divergences(
         for number, variant in enumerate(variants):
             kl, _ = divergence(reference, head(arch, outer.norm, head_op, store.get(variant.slot, window))[0])
             total[number] += float(kl.sum())
+            step(window * len(variants) + number + 1)
     return [value / max(1, positions) for value in total]

@@ -23,6 +23,7 @@ from cann_llm_quant.export.model_config import json_bytes
 from cann_llm_quant.models import arch_from_checkpoint, unclaimed
 from cann_llm_quant.models.arch import Arch
 from cann_llm_quant.pipeline.request import GIB, Event, RunOptions
+from cann_llm_quant.quant.value_sketch import SKETCH_BYTES
 from cann_llm_quant.recipe import Recipe
 from cann_llm_quant.tokenizer import check_vocabulary
 
@@ -159,7 +160,8 @@ def estimate_peak_bytes(job: Job) -> int:
         features = {site.name: layer.linear(site.linears[0]).in_features for site in layer.sites}
         grams = sum(n * n for n in features.values()) if job.recipe.needs_calibration else 0
         largest = max(spec.out_features * spec.in_features for spec in layer.linears)
-        widest = max(widest, 5 * weights + 8 * grams + 16 * largest)
+        sketches = SKETCH_BYTES * len(layer.sites) if job.recipe.needs_ranges else 0
+        widest = max(widest, 5 * weights + 8 * grams + 16 * largest + sketches)
     activations = 0
     if job.ids is not None:
         states = job.ids.numel() * job.arch.hidden_size * job.dtype.itemsize

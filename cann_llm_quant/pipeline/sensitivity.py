@@ -195,15 +195,16 @@ def _entry(
 ) -> UnitEntry:
     storage = work.storage(unit)
     damages = {}
+    own = {name: kl for (measured_unit, name), kl in measured.items() if measured_unit == unit.name}
+    ratios = [kl / estimates[name] for name, kl in own.items() if kl > 0 and estimates[name] > 0]
+    factor = ratios[0] if ratios else factors.get(unit.kind, 1.0)
     for name, choice in work.choices[unit.name].items():
-        true = measured.get((unit.name, name))
-        true = None if true is None else max(0.0, true)
-        corrected = estimates[name] * factors.get(unit.kind, 1.0)
+        true = None if name not in own else max(0.0, own[name])  # KL of nearly equal outputs may round below 0
         damages[name] = ChoiceDamage(
             bits=choice.stored_bits(unit, storage),
             estimate=_six_digits(estimates[name]),
             measured=None if true is None else _six_digits(true),
-            damage=_six_digits(corrected if true is None else true),
+            damage=_six_digits(estimates[name] * factor if true is None else true),
         )
     return UnitEntry(
         name=unit.name,

@@ -21,7 +21,7 @@ class ChoiceDamage(_Document):
     """One unit under one scheme: stored bits in all, and KL in nats per token.
 
     `estimate` is of second order, `measured` the true KL with only this unit quantized (null: not measured), `damage`
-    what allocation uses: the measured value, else the estimate times the kind's correction.
+    what allocation uses: the measured value, else the estimate times the unit's or the kind's correction.
     """
 
     bits: int = Field(gt=0)

@@ -69,9 +69,7 @@ def solve_site(linears: Mapping[str, FloatLinear], moments: SiteMoments, effort:
 def _solve_stack(linears: Mapping[str, FloatLinear], moments: SiteMoments, effort: EffortPlan) -> SolvedSite:
     one = next(iter(linears.values()))
     w = torch.cat([linear.weight for linear in linears.values()])
-    missing = moments.missing
-    if missing is None and moments.cross is not None:
-        missing = w @ moments.cross
+    missing = moments.missing(w)
     target = w if missing is None else drift_target(w, moments.hessian, missing)
     rounded = rtn.solve(target, one.scheme, one.scale_dtype, clip="mse", hessian=moments.hessian)
     result, warnings = _feed_back(rounded, target, moments, effort, next(iter(linears)))

@@ -1,8 +1,8 @@
 """What a linear should compute so that its output is the float model's, although its input has already drifted.
 
 Earlier layers are quantized, so a linear reads y where the float model reads x, and what it writes is added to a
-stream that has drifted as well. The matrix T whose outputs come closest, in the least squares sense over the calibration
-tokens, to W y + e, with e what is then still missing, is
+stream that has drifted as well. The matrix T whose outputs come closest, in the least squares sense over the
+calibration tokens, to W y + e, with e what is then still missing, is
 
     T = W + M (H + ridge)⁻¹      H = sum y yᵀ,  M = sum e yᵀ;   e = W (x - y) where nothing but the input has drifted
 

@@ -14,6 +14,7 @@ from cann_llm_quant.checkpoint import open_checkpoint
 from cann_llm_quant.models import arch_from_checkpoint
 from cann_llm_quant.models.decoder import DecoderLayer, DenseLinear
 from cann_llm_quant.models.weights import build_layer, load_layer
+from cann_llm_quant.pipeline.measure import trusted_moments
 
 WINDOWS, LENGTH = 5, 12
 CPU = torch.device("cpu")
@@ -113,7 +114,12 @@ def test_moments_are_the_literal_sums(tmp_path: Path) -> None:
     # No linear was replaced, so down leaves out just what the two models' outputs differ by.
     weight = 1 / outputs["x"].square().mean(-1, keepdim=True)
     expected = (outputs["x"] - outputs["y"]).T @ (y["down"] * weight)
-    torch.testing.assert_close(moments["down"].missing.double(), expected, rtol=1e-3, atol=1e-4)
+    down = model.tensors[model.arch.layers[0].linear("down").module + ".weight"]
+    missing = moments["down"].missing(down)
+    torch.testing.assert_close(missing.double(), expected, rtol=1e-3, atol=1e-4)
+    shrunk = trusted_moments("down", moments["down"])
+    assert not torch.equal(shrunk.hessian, moments["down"].hessian)
+    torch.testing.assert_close(shrunk.missing(down).double(), expected, rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(
         moments["down"].hessian.double(), (y["down"] * weight).T @ y["down"], rtol=1e-4, atol=1e-5
     )
@@ -129,7 +135,7 @@ def test_a_token_counts_relative_to_its_stream() -> None:
     assert found is not None
     assert found.hessian.tolist() == [[1.0, 0.0], [0.0, pytest.approx(1 / 25)]]
     assert found.cross is None
-    assert found.missing is None
+    assert found.wanted is None
 
 
 def test_a_token_without_a_stream_weighs_a_bounded_lot() -> None:
