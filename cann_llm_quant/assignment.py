@@ -28,7 +28,7 @@ from cann_llm_quant.recipe import BLOCK_COLUMNS, ActivationFormat, Recipe, Weigh
 
 AUTO_GROUP = 128
 TABLE_SCHEME = Scheme("int8", True, "channel", None)
-_INT_TYPES: dict[int, WeightType] = {2: "int2", 3: "int3", 4: "int4", 8: "int8"}
+_INT_TYPES: dict[int, WeightType] = {2: "int2", 3: "int3", 4: "int4", 5: "int5", 6: "int6", 8: "int8"}
 _BLOCK_SCHEMES = {"mxfp8": MXFP8, "mxfp4": MXFP4, "nvfp4": NVFP4}
 _GROUPED_TYPES: dict[str, tuple[ActivationType, int]] = {
     "mxfp8": ("fp8_e4m3", MX_GROUP),

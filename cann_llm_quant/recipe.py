@@ -28,7 +28,7 @@ from pydantic import (
 from cann_llm_quant.errors import UsageError
 
 FORMATS = ("native",)
-DEFAULT_CANDIDATES = ("W4g64", "W3g64", "W3g32", "W4g128", "W4g32", "W8")
+DEFAULT_CANDIDATES = ("W4g64", "W3g64", "W4g128", "W4g32", "W5g64", "W6g64", "W8")
 
 
 class _Document(BaseModel):
@@ -107,7 +107,7 @@ class WeightScheme(_Document):
     """
 
     type: Literal["int", "fp8", "mxfp8", "mxfp4", "nvfp4"] = "int"
-    bits: Literal[2, 3, 4, 8] = 4
+    bits: Literal[2, 3, 4, 5, 6, 8] = 4
     group_size: int | Literal["auto", "tensor", "block"] = "auto"
     symmetric: bool = True
     activations: ActivationFormat | None = None
@@ -152,7 +152,7 @@ class WeightScheme(_Document):
         return value
 
 
-CANDIDATE = re.compile(r"W(?P<bits>[2348])(?:g(?P<group>\d+))?(?P<asymmetric>a)?")
+CANDIDATE = re.compile(r"W(?P<bits>[234568])(?:g(?P<group>\d+))?(?P<asymmetric>a)?")
 FLOAT = "float"
 
 

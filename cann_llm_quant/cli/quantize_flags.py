@@ -81,7 +81,7 @@ Scheme = Annotated[
 ]
 Bits = Annotated[
     int | None,
-    typer.Option("--bits", metavar="2|3|4|8", help="Bits of a code. [default: 4]", rich_help_panel=SCHEME),
+    typer.Option("--bits", metavar="2|3|4|5|6|8", help="Bits of a code. [default: 4]", rich_help_panel=SCHEME),
 ]
 GroupSize = Annotated[
     str | None,
@@ -170,7 +170,7 @@ Candidates = Annotated[
         "--candidates",
         metavar="LIST",
         help="Schemes to choose from: W4g64, W4g64a (asymmetric), W8 (one scale a row), float. "
-        "[default: W4g64,W3g64,W3g32,W4g128,W4g32,W8]",
+        "[default: W4g64,W3g64,W4g128,W4g32,W5g64,W6g64,W8]",
         rich_help_panel=MIXED,
     ),
 ]

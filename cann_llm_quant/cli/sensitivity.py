@@ -34,7 +34,7 @@ def sensitivity(
             "--schemes",
             metavar="LIST",
             help="Schemes to try; the first ranks. W4g64: 4 bits in groups of 64; W4g64a: asymmetric; W8: one scale a "
-            "row. [default: W4g64,W3g64,W3g32,W4g128,W4g32,W8]",
+            "row. [default: W4g64,W3g64,W4g128,W4g32,W5g64,W6g64,W8]",
         ),
     ] = None,
     top: Annotated[int, typer.Option("--top", metavar="K", min=0, help="Rows of the ranking to print.")] = 20,

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-INT_BITS: dict[str, int] = {"int2": 2, "int3": 3, "int4": 4, "int8": 8}
+INT_BITS: dict[str, int] = {"int2": 2, "int3": 3, "int4": 4, "int5": 5, "int6": 6, "int8": 8}
 FLOAT_BITS: dict[str, int] = {"fp8_e4m3": 8, "fp4_e2m1": 4}
 FLOAT_MAX: dict[str, float] = {"fp8_e4m3": 448.0, "fp4_e2m1": 6.0}
 FLOAT_MAX_EXPONENT: dict[str, int] = {"fp8_e4m3": 8, "fp4_e2m1": 2}

@@ -17,8 +17,8 @@ from torch import Tensor
 from cann_llm_quant.errors import UsageError
 from cann_llm_quant.quant.number_formats import FLOAT_BITS, FLOAT_MAX, FLOAT_MAX_EXPONENT, INT_BITS, to_values
 
-IntType = Literal["int2", "int3", "int4", "int8"]
-WeightType = Literal["int2", "int3", "int4", "int8", "fp8_e4m3", "fp4_e2m1"]
+IntType = Literal["int2", "int3", "int4", "int5", "int6", "int8"]
+WeightType = Literal["int2", "int3", "int4", "int5", "int6", "int8", "fp8_e4m3", "fp4_e2m1"]
 Strategy = Literal["tensor", "channel", "group", "tile"]
 ScaleType = Literal["float", "e8m0", "e4m3"]
 ActivationType = Literal["int4", "int8", "fp8_e4m3", "fp4_e2m1"]

@@ -35,7 +35,7 @@ weights = st.builds(
     ),
     st.integers(1, 40),
     st.integers(1, 4),
-    st.sampled_from([2, 3, 4, 8]),
+    st.sampled_from([2, 3, 4, 5, 6, 8]),
     st.sampled_from([16, 32, 40, None]),
     st.booleans(),
     st.integers(0, 99),

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny_models import our_logits, save_text, save_tiny
+from transformers import AutoModelForCausalLM
 
 from cann_llm_quant.assignment import assign
 from cann_llm_quant.checkpoint import open_checkpoint
@@ -78,6 +79,20 @@ def test_the_stored_file_keeps_the_target_and_beats_the_uniform_scheme(
         damage = sum(unit.choices["W4g32"].damage for unit in found.units)
         assert "where W4g32 for all gives" in said[2]
         assert float(said[2].split()[2]) <= damage
+
+
+def test_transformers_loads_a_mix_of_five_widths_with_the_same_logits(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path / "model", num_hidden_layers=5)
+    rules = tuple(
+        Rule(match=(f"glob:model.layers.{i}.*",), scheme=WeightScheme(bits=bits, group_size=32))
+        for i, bits in enumerate((3, 4, 5, 6, 8))
+    )
+    quantize_model(str(model), tmp_path / "out", Recipe(method="rtn", rules=rules), options=RunOptions())
+    ids = torch.randint(3, 128, (1, 20), generator=torch.Generator().manual_seed(3))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    with torch.inference_mode():
+        expected = theirs(ids).logits
+    assert float((our_logits(tmp_path / "out", ids) - expected).abs().max()) < 2e-4 * float(expected.abs().max())
 
 
 def test_units_stay_whole_and_the_recipe_repeats_without_measuring(tmp_path: Path, text: Path) -> None:

@@ -147,14 +147,16 @@ def test_estimates_are_near_the_truth_on_every_unit(tmp_path: Path, text: Path, 
     assert found.agreement.log_correlation > 0.9
 
 
-def test_corrections_multiply_the_estimates_of_their_kind(tmp_path: Path, text: Path) -> None:
+def test_estimates_are_corrected_by_their_own_measurement_or_their_kind(tmp_path: Path, text: Path) -> None:
     found = measured(save_tiny(tmp_path / "model"), text, candidates=("W4g32", "W3g32"), measured=4)
     kinds = {unit.kind for unit in found.units}
     assert set(found.agreement.corrections) == kinds
     for unit in found.units:
         coarse = unit.choices["W3g32"]
         assert coarse.measured is None
-        factor = found.agreement.corrections[unit.kind]
+        first = unit.choices["W4g32"]
+        own = first.measured and first.measured / first.estimate
+        factor = own or found.agreement.corrections[unit.kind]
         assert coarse.damage == pytest.approx(coarse.estimate * factor, rel=1e-4)
     for layer in found.layers:
         units = [unit for unit in found.units if unit.layer == layer.index]
@@ -189,7 +191,7 @@ def test_correlations_by_hand() -> None:
     assert log_correlation([1, 10, 100], [2, 20, 200]) == pytest.approx(1.0)
     assert log_correlation([1, 10, 0], [2, 20, 5]) is None
     assert log_correlation([], []) is None
-    assert corrections(["a", "a", "b", "c"], [1, 1, 2, 0], [2, 8, 1, 3]) == pytest.approx({"a": 4.0, "b": 0.5})
+    assert corrections(["a", "a", "a", "b", "c"], [1, 1, 1, 2, 0], [2, 9, 3, 1, 3]) == {"a": 3.0, "b": 0.5}
 
 
 @settings(max_examples=30, deadline=None)
@@ -245,7 +247,7 @@ def test_the_command_prints_the_ranking_and_writes_the_file(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--schemes", "W5g64"], "'W5g64' is no scheme"),
+        (["--schemes", "W7g64"], "'W7g64' is no scheme"),
         (["--schemes", ","], "--schemes names no scheme"),
         (["-o", "/nowhere/s.json"], "the folder /nowhere does not exist"),
     ],

@@ -32,7 +32,7 @@ def gram(width: int, seed: int = 1) -> Tensor:
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 @pytest.mark.parametrize("group_size", [16, -1])
 def test_minmax_grid_equals_compressed_tensors(symmetric: bool, bits: int, group_size: int) -> None:
     scheme = scheme_for(bits, group_size, symmetric)
@@ -53,7 +53,7 @@ def test_minmax_grid_equals_compressed_tensors(symmetric: bool, bits: int, group
 @settings(max_examples=40, deadline=None)
 @given(
     values=st.lists(st.floats(-1e6, 1e6, width=32), min_size=16, max_size=16),
-    bits=st.sampled_from([2, 3, 4, 8]),
+    bits=st.sampled_from([2, 3, 4, 5, 6, 8]),
     symmetric=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
 )

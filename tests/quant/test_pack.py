@@ -44,7 +44,7 @@ def test_c19_every_code_in_every_place_of_a_word() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    bits=st.sampled_from([2, 3, 4, 8]),
+    bits=st.sampled_from([2, 3, 4, 5, 6, 8]),
     rows=st.integers(1, 5),
     columns=st.integers(1, 75),
     dim=st.sampled_from([0, 1, -1]),

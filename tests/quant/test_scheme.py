@@ -20,8 +20,8 @@ def test_c02_other_group_sizes_are_refused(group_size: int) -> None:
 
 
 def test_unknown_bits_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"5 bits.*2, 3, 4, 8"):
-        scheme_for(5, 64, symmetric=True)
+    with pytest.raises(UsageError, match=r"7 bits.*2, 3, 4, 5, 6, 8"):
+        scheme_for(7, 64, symmetric=True)
 
 
 def test_c01_sizes_that_fit() -> None:
