@@ -80,6 +80,14 @@ def needs_range(scheme: ActivationScheme) -> bool:
     return not scheme.dynamic or is_nv(scheme)
 
 
+def label(scheme: ActivationScheme) -> str:
+    """A short name that no other scheme has, such as `int8-token`, `int8-asym-static`, `fp8_e4m3-g128`, `mxfp8`."""
+    if is_nv(scheme) or is_mx(scheme):
+        return f"{'nv' if is_nv(scheme) else 'mx'}fp{FLOAT_BITS[scheme.dtype]}"
+    grain = f"g{scheme.group_size}" if scheme.strategy == "group" else scheme.strategy
+    return f"{scheme.dtype}{'' if scheme.symmetric else '-asym'}-{grain if scheme.dynamic else 'static'}"
+
+
 def is_nv(scheme: ActivationScheme) -> bool:
     """e2m1 in groups of 16 with e4m3 scales (NVFP4)."""
     return scheme.dtype == "fp4_e2m1" and scheme.group_size == NV_GROUP

@@ -14,6 +14,7 @@ from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
 BUCKETS = 64 * 256
+SKETCH_BYTES = 2 * BUCKETS * 8
 _SHIFT = 23 - 8
 _FIRST = (127 - 30) << 8
 
