@@ -71,7 +71,9 @@ def _solve_stack(linears: Mapping[str, FloatLinear], moments: SiteMoments, effor
     w = torch.cat([linear.weight for linear in linears.values()])
     missing = moments.missing(w)
     target = w if missing is None else drift_target(w, moments.hessian, missing)
-    rounded = rtn.solve(target, one.scheme, one.scale_dtype, clip="mse", hessian=moments.hessian)
+    # Feedback spreads errors over all columns, so that the columns' own weights make as good a grid as whole blocks do.
+    importance = moments.hessian.diagonal()
+    rounded = rtn.solve(target, one.scheme, one.scale_dtype, clip="mse", importance=importance)
     result, warnings = _feed_back(rounded, target, moments, effort, next(iter(linears)))
     solved: dict[str, SolvedLinear] = {}
     plain: dict[str, float] = {}

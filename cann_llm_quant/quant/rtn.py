@@ -24,9 +24,10 @@ def solve(
     *,
     clip: Clip = "minmax",
     hessian: Float[Tensor, "in in"] | None = None,
+    importance: Float[Tensor, "in"] | None = None,
     amax: float | None = None,
 ) -> QuantizedTensor:
-    """Quantize one matrix; `hessian` is used by `mse` only, `amax` by schemes with a scale of the whole matrix.
+    """Quantize one matrix; `hessian` and `importance` are for `mse`, `amax` for schemes with one scale for the matrix.
 
     `amax` is the largest weight of the matrices that a runtime fuses with this one (`grid.shared_amax`). Raises
     UsageError when groups do not fit, NumericError when weights are not finite.
@@ -34,6 +35,6 @@ def solve(
     if clip == "minmax":
         scale, zero_point = minmax_grid(w, scheme, scale_dtype, amax=amax)
     else:
-        scale, zero_point = search_grid(w, scheme, scale_dtype, hessian=hessian, amax=amax)
+        scale, zero_point = search_grid(w, scheme, scale_dtype, importance=importance, hessian=hessian, amax=amax)
     divisor = global_scale(w, scheme, amax) if scheme.scale_type == "e4m3" else None
     return QuantizedTensor(quantize_codes(w, scale, zero_point, scheme), scale, zero_point, scheme, divisor)
