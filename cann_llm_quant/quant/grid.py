@@ -26,7 +26,8 @@ from cann_llm_quant.quant.range_search import Effort, Weighting, chunk_cost, mat
 from cann_llm_quant.quant.ranges import ScaleStorage, extremes, grouped, raw_scale, rounded_to
 from cann_llm_quant.quant.scheme import TILE, Scheme, in_groups, row_scales
 
-_CHUNK_ELEMENTS = 1 << 17
+# What stays in a core's cache; an accelerator wants few large launches.
+_CHUNK_ELEMENTS, _DEVICE_CHUNK_ELEMENTS = 1 << 17, 1 << 23
 
 
 def minmax_grid(
@@ -68,7 +69,7 @@ def search_grid(
     effort = Effort.of(storage, steps, shrink_to, refine)
     low, high = _finite_range(w, scheme, None)
     if scheme.strategy == "tensor":
-        rows = max(1, _CHUNK_ELEMENTS // w.shape[1])
+        rows = max(1, _chunk_elements(w) // w.shape[1])
         return _stored(*search(partial(matrix_cost, w, weighting, scheme, rows), low, high, effort), storage)
     if scheme.strategy == "tile":
         return _search_tiles(w, low, high, weighting, effort), None
@@ -84,8 +85,9 @@ def _search_groups(
     groups = w.reshape(w.shape[0], -1, width).transpose(0, 1)
     scales = torch.empty(groups.shape[:2], device=w.device)
     zero_points = None if scheme.symmetric else torch.empty_like(scales)
-    rows = min(w.shape[0], max(1, _CHUNK_ELEMENTS // width))
-    count = max(1, _CHUNK_ELEMENTS // (width * rows))
+    chunk = _chunk_elements(w)
+    rows = min(w.shape[0], max(1, chunk // width))
+    count = max(1, chunk // (width * rows))
     for g in range(0, groups.shape[0], count):
         for r in range(0, w.shape[0], rows):
             part = (slice(g, g + count), slice(r, r + rows))
@@ -127,7 +129,7 @@ def quantize_codes(
     codes = torch.empty(
         w.shape, dtype=torch.float8_e4m3fn if scheme.dtype == "fp8_e4m3" else torch.int8, device=w.device
     )
-    rows = max(1, _CHUNK_ELEMENTS // columns)
+    rows = max(1, _chunk_elements(w) // columns)
     for r in range(0, out, rows):
         part = slice(r, r + rows)
         q = in_groups(w[part].to(torch.float32), width) / steps[part].unsqueeze(-1)
@@ -185,3 +187,7 @@ def _finite_range(w: Tensor, scheme: Scheme, amax: float | None) -> tuple[Tensor
 
 def _stored(scale: Tensor, zero_point: Tensor | None, storage: ScaleStorage) -> tuple[Tensor, Tensor | None]:
     return scale.to(storage.dtype), None if zero_point is None else zero_point.to(torch.int8)
+
+
+def _chunk_elements(w: Tensor) -> int:
+    return _CHUNK_ELEMENTS if w.device.type == "cpu" else _DEVICE_CHUNK_ELEMENTS
