@@ -85,9 +85,9 @@ def _search_groups(
     groups = w.reshape(w.shape[0], -1, width).transpose(0, 1)
     scales = torch.empty(groups.shape[:2], device=w.device)
     zero_points = None if scheme.symmetric else torch.empty_like(scales)
-    chunk = _chunk_elements(w)
-    rows = min(w.shape[0], max(1, chunk // width))
-    count = max(1, chunk // (width * rows))
+    limit = _chunk_elements(w)
+    rows = min(w.shape[0], max(1, limit // width))
+    count = max(1, limit // (width * rows))
     for g in range(0, groups.shape[0], count):
         for r in range(0, w.shape[0], rows):
             part = (slice(g, g + count), slice(r, r + rows))
