@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from cann_llm_quant.export.inference_config import load_inference_config
 from cann_llm_quant.export.to_float import export_to_float
-from cann_llm_quant.pipeline import row_blocks
+from cann_llm_quant.pipeline import RunOptions, row_blocks, run
 from cann_llm_quant.recipe import WeightScheme
 from cann_llm_quant.runner.engine import LLMEngine
 
@@ -97,6 +97,26 @@ def test_calibration_sees_the_rows_that_will_be_looked_up(tmp_path: Path, text: 
     first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "again"))
     layers = [name for name in second if ".layers." in name]
     assert all(torch.equal(first[name], second[name]) for name in layers)
+
+
+@pytest.mark.parametrize("budget", [0, 1 << 30])
+def test_c55_a_run_stopped_before_its_head_ends_bit_identical(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, budget: int
+) -> None:
+    model = save_tiny(tmp_path / "model")
+    asked = {"method": "gptq", "head": INT8, "embedding": INT8, "options": RunOptions(activation_budget=budget)}
+    quantize(model, tmp_path / "whole", text, **asked)
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "write_head", stop)
+    with pytest.raises(KeyboardInterrupt):
+        quantize(model, tmp_path / "out", text, **asked)
+    monkeypatch.undo()
+    assert quantize(model, tmp_path / "out", text, **asked).resumed_layers == 2
+    whole, resumed = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "out"))
+    assert whole == resumed
 
 
 def test_rows_are_solved_in_blocks_without_a_trace(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
