@@ -288,7 +288,7 @@ class Recipe(_Document):
     @model_validator(mode="after")
     def _alpha_is_used(self) -> "Recipe":
         if self.smooth_alpha is not None and self.smoothing != {"smoothquant"}:
-            raise ValueError(f"smooth_alpha is smoothquant's; {self.method} takes none")
+            raise ValueError(f"smooth_alpha is for the method smoothquant, not {self.method}; leave it out")
         return self
 
     @property
