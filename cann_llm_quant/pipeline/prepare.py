@@ -78,6 +78,8 @@ def prepare(
             "--scheme W8A8, or use awq"
         )
     for pattern, hits in assignment.pattern_hits.items():
+        if not pattern.startswith(("glob:", "re:")):
+            continue  # a full name says what it matches
         tell(Event("prepare", message=f"pattern {pattern} matches {hits} linear{'' if hits == 1 else 's'}"))
     for warning in assignment.warnings:
         tell(Event("prepare", message=warning, warning=True))
