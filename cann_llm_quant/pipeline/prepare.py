@@ -3,7 +3,7 @@
 import resource
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
@@ -15,17 +15,15 @@ from torch import Tensor
 from cann_llm_quant import __version__
 from cann_llm_quant.assignment import Assignment, assign
 from cann_llm_quant.checkpoint.base import Checkpoint
-from cann_llm_quant.checkpoint.companion_tokenizer import tokenizer_of
-from cann_llm_quant.corpus import default_source, load_windows, parse_source
 from cann_llm_quant.device import resolve_device, resolve_dtype
 from cann_llm_quant.errors import UnsupportedError, UsageError
 from cann_llm_quant.export.model_config import json_bytes
 from cann_llm_quant.models import arch_from_checkpoint, unclaimed
 from cann_llm_quant.models.arch import Arch
+from cann_llm_quant.pipeline.calibration_text import calibration_windows
 from cann_llm_quant.pipeline.request import GIB, Event, RunOptions
 from cann_llm_quant.quant.value_sketch import SKETCH_BYTES
 from cann_llm_quant.recipe import Recipe
-from cann_llm_quant.tokenizer import check_vocabulary
 
 LIBRARIES = ("torch", "transformers", "safetensors", "gguf")
 
@@ -85,7 +83,9 @@ def prepare(
         tell(Event("prepare", message=warning, warning=True))
     ids, corpus = None, None
     if recipe.needs_calibration:
-        ids, corpus = _calibration_windows(source, arch, recipe, options, tell)
+        ids, corpus = calibration_windows(
+            source, arch, recipe.calibration, allow_fewer=options.allow_fewer_samples, tell=tell
+        )
     dropped, extra = _account(arch, source)
     if extra:
         message = f"{len(extra)} tensors that {arch.model_type} has no place for travel along in float: {extra[0]}"
@@ -102,34 +102,6 @@ def prepare(
         )
     )
     return job
-
-
-def _calibration_windows(
-    source: Checkpoint, arch: Arch, recipe: Recipe, options: RunOptions, tell: Callable[[Event], None]
-) -> tuple[Tensor, dict[str, Any]]:
-    wanted = recipe.calibration
-    if wanted.length > arch.max_positions:
-        raise UsageError(
-            f"calibration windows of {wanted.length} tokens exceed the model's {arch.max_positions} positions; "
-            f"use --seq-len {arch.max_positions} or less"
-        )
-    tokenizer = tokenizer_of(source)
-    check_vocabulary(tokenizer, arch.vocab_size)
-    sources = [default_source() if spec == "default" else parse_source(spec) for spec in wanted.data]
-    windows = load_windows(
-        sources,
-        tokenizer,
-        samples=wanted.samples,
-        length=wanted.length,
-        seed=wanted.seed,
-        allow_fewer=options.allow_fewer_samples,
-    )
-    report = asdict(windows.report)
-    if windows.ids.shape[0] < wanted.samples:
-        found = f"{windows.ids.shape[0]} windows of {wanted.length} tokens"
-        message = f"the text holds {found}, not the {wanted.samples} asked for"
-        tell(Event("prepare", message=message, warning=True))
-    return windows.ids, report
 
 
 def _account(arch: Arch, source: Checkpoint) -> tuple[dict[str, str], list[str]]:
