@@ -44,9 +44,11 @@ def export(
         raise UsageError(f"layout {to!r} is not available; this version converts to: {', '.join(LAYOUTS)}")
     shard = parse_size(max_shard_size)
     from cann_llm_quant.device import resolve_dtype
+    from cann_llm_quant.export.inference_config import load_inference_config
     from cann_llm_quant.export.to_float import export_to_float
 
     folder = quantized_folder(source)
+    inputs = len(load_inference_config(folder).inputs.linears)
     with show_progress("parts") as progress:
         written = export_to_float(
             folder,
@@ -62,9 +64,16 @@ def export(
         "bytes": written.total_bytes,
         "tensors": written.tensors,
         "weight_files": list(written.weight_files),
+        "inputs_left_in_float": inputs,
     }
     line = f"wrote {printable(str(written.path))}: {written.tensors} tensors, {size(written.total_bytes)}"
-    Reply(json).result(value, lambda console: console.print(line, soft_wrap=True))
+    reply = Reply(json)
+    reply.result(value, lambda console: console.print(line, soft_wrap=True))
+    if inputs:
+        reply.note(
+            f"note: {source} quantizes the inputs of {inputs} linears, which a float checkpoint cannot say; "
+            "measure the packed folder to include their error"
+        )
 
 
 def quantized_folder(source: str) -> Path:
