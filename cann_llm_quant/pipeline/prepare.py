@@ -1,5 +1,6 @@
 """Everything that is decided, checked and refused before the first weight is read."""
 
+import math
 import resource
 import sys
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from cann_llm_quant.export.model_config import json_bytes
 from cann_llm_quant.models import arch_from_checkpoint, unclaimed
 from cann_llm_quant.models.arch import Arch
 from cann_llm_quant.pipeline.calibration_text import calibration_windows
-from cann_llm_quant.pipeline.request import GIB, Event, RunOptions
+from cann_llm_quant.pipeline.request import BLOCK_ELEMENTS, GIB, Event, RunOptions
 from cann_llm_quant.quant.value_sketch import SKETCH_BYTES
 from cann_llm_quant.recipe import Recipe
 
@@ -127,7 +128,7 @@ def estimate_peak_bytes(job: Job) -> int:
     """
     fixed = 600 << 20
     tensors = job.source.tensors
-    outer = max((tensors[name].nbytes for name in job.arch.outer_shapes() if name in tensors), default=0)
+    outer = max((_outer_bytes(job, name) for name in job.arch.outer_shapes() if name in tensors), default=0)
     widest = 0
     for layer in job.arch.layers:
         weights = sum(spec.out_features * spec.in_features for spec in layer.linears)
@@ -142,6 +143,15 @@ def estimate_peak_bytes(job: Job) -> int:
         window = job.ids.shape[1] * max(job.arch.intermediate_size * 4, job.arch.hidden_size * 8) * 4
         activations = min(states, job.options.activation_budget) + window
     return fixed + max(outer, widest) + activations
+
+
+def _outer_bytes(job: Job, name: str) -> int:
+    """Memory for a tensor outside the layers: itself, and its codes and float32 blocks where it is quantized."""
+    info = job.source.tensors[name]
+    if name.removesuffix(".weight") not in job.assignment.schemes:
+        return info.nbytes
+    numbers = math.prod(info.shape)
+    return info.nbytes + 3 * numbers + 24 * min(numbers, BLOCK_ELEMENTS)
 
 
 def _check_memory(estimate: int) -> None:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from cann_llm_quant.pipeline.expert_counts import ExpertCounts
 
 GIB = 1 << 30
+BLOCK_ELEMENTS = 1 << 26  # numbers of an embedding or a head that are in float32 at a time
 
 Stage = Literal[
     "prepare", "forward", "backward", "measure", "calibrate", "solve", "propagate", "replay", "write", "done"

@@ -10,10 +10,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from cann_llm_quant.pipeline.prepare import Job
+from cann_llm_quant.pipeline.request import BLOCK_ELEMENTS
 from cann_llm_quant.quant.grid import choose_scale_dtype
 from cann_llm_quant.quant.scheme import QuantizedTensor, Scheme
-
-BLOCK_ELEMENTS = 1 << 26
 
 
 def row_blocks(job: Job, source: Float[Tensor, "rows columns"]) -> Iterator[Float[Tensor, "block columns"]]:
