@@ -37,7 +37,7 @@ def sensitivity(
             "row. [default: W4g64,W3g64,W4g128,W4g32,W5g64,W6g64,W8]",
         ),
     ] = None,
-    top: Annotated[int, typer.Option("--top", metavar="K", min=0, help="Rows of the ranking to print.")] = 20,
+    top: Annotated[int, typer.Option("--top", metavar="K", min=0, help="Units of the ranking to print.")] = 10,
     measure: Annotated[
         int,
         typer.Option("--measure", metavar="N", min=0, help="Units to quantize really, one at a time, as a check."),
