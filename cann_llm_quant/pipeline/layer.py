@@ -14,7 +14,7 @@ from cann_llm_quant.calibrate.stream import run_layer
 from cann_llm_quant.export import native
 from cann_llm_quant.models.arch import Arch, Layer
 from cann_llm_quant.models.weights import build_layer
-from cann_llm_quant.pipeline.linear import SolvedLinear, rounding_error, solve_linear
+from cann_llm_quant.pipeline.linear import SolvedLinear, fused_amax, rounding_error, solve_linear
 from cann_llm_quant.pipeline.smoothing import Smoothed, smooth_layer
 from cann_llm_quant.quant.scheme import ActivationScheme, Scheme
 from cann_llm_quant.recipe import Recipe
@@ -67,6 +67,7 @@ def quantize_layer(
     stored: dict[str, Tensor] = {}
     running: dict[str, Tensor] = {}
     linears: dict[str, Any] = {}
+    largest = fused_amax(layer, schemes, smoothed.tensors)
     for module, scheme in schemes.items():
         name, site = f"{module}.weight", smoothed.statistics.get(site_of[module])
         solved = solve_linear(
@@ -76,6 +77,7 @@ def quantize_layer(
             site,
             clip=recipe.clipping,
             rtn_error=rtn_errors[module],
+            amax=largest.get(module),
         )
         running[name] = solved.weight.dequantize()
         stored |= native.encode(module, solved.weight, activations.get(module))

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from cann_llm_quant.calibrate.moments import SiteMoments
-from cann_llm_quant.pipeline.linear import SolvedLinear
+from cann_llm_quant.pipeline.linear import SolvedLinear, shares_scale
 from cann_llm_quant.quant import rtn
 from cann_llm_quant.quant.descent import descend_codes, refit_scales
 from cann_llm_quant.quant.drift import drift_target
@@ -52,8 +52,8 @@ def solve_site(linears: Mapping[str, FloatLinear], moments: SiteMoments, effort:
     """Solve the linears (by module) that read one site; those of equal scheme share one factorization and one loop."""
     stacks: dict[object, list[str]] = {}
     for module, linear in linears.items():
-        # A scale for the whole matrix, or for tiles of rows, must not reach over two matrices.
-        alone = linear.scheme.strategy in ("tensor", "tile") or linear.scheme.scale_type == "e4m3"
+        # Tiles of rows must not reach over two matrices; one scale for the matrix must, since runtimes fuse them (C24).
+        alone = linear.scheme.strategy == "tile"
         stacks.setdefault(module if alone else (linear.scheme, linear.scale_dtype), []).append(module)
     solved: dict[str, SolvedLinear] = {}
     plain: dict[str, float] = {}
@@ -115,7 +115,7 @@ def _judged(linear: FloatLinear, weight: QuantizedTensor, aim: Tensor, hessian: 
     scale = 1 / energy if energy > 0 else 0.0
     lost = output_error(weight.dequantize().sub_(aim), hessian)
     plain_lost = output_error(linear.weight + linear.plain_error - aim, hessian)
-    if lost > plain_lost:
+    if lost > plain_lost and not shares_scale(linear.scheme):
         simple = rtn.solve(linear.weight, linear.scheme, linear.scale_dtype, clip="minmax")
         simple_lost = output_error(simple.dequantize().sub_(aim), hessian)
         if simple_lost < lost:
@@ -128,6 +128,6 @@ def _rows(weight: QuantizedTensor, begin: int, end: int) -> QuantizedTensor:
     return replace(
         weight,
         codes=weight.codes[begin:end],
-        scale=weight.scale[begin:end],
+        scale=weight.scale if weight.scale.shape[0] == 1 else weight.scale[begin:end],
         zero_point=None if zeros is None else zeros[begin:end],
     )
