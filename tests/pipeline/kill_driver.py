@@ -1,6 +1,6 @@
 """Quantizes in forked children that kill themselves with SIGKILL at a given progress event, then once to the end.
 
-    python kill_driver.py MODEL OUT TEXT BUDGET EVENT [EVENT ...]
+    python kill_driver.py MODEL OUT TEXT METHOD EFFORT BUDGET EVENT [EVENT ...]
 
 Prints one JSON object: how each child ended, and how many layers the last run took from the journal (null: the last
 child had ended the work).
@@ -19,9 +19,10 @@ from cann_llm_quant.recipe import Calibration, Recipe
 
 
 def main() -> None:
-    model, out, text, budget, *points = sys.argv[1:]
+    model, out, text, method, effort, budget, *points = sys.argv[1:]
     torch.set_num_threads(1)
-    recipe = Recipe(calibration=Calibration(data=(text,), samples=6, length=32))
+    calibration = Calibration(data=(text,), samples=6, length=32)
+    recipe = Recipe(method=method, effort=effort, calibration=calibration)  # type: ignore[arg-type]
     options = RunOptions(activation_budget=int(budget))
     endings = []
     for point in points:

@@ -21,8 +21,11 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
-def drive(model: Path, out: Path, text: Path, budget: int, points: list[int]) -> dict[str, object]:
-    command = [sys.executable, str(DRIVER), str(model), str(out), str(text), str(budget), *map(str, points)]
+def drive(
+    model: Path, out: Path, text: Path, budget: int, points: list[int], method: str = "awq", effort: str = "balanced"
+) -> dict[str, object]:
+    command = [sys.executable, str(DRIVER), str(model), str(out), str(text), method, effort, str(budget)]
+    command += map(str, points)
     result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     return dict(json.loads(result.stdout))
 
@@ -36,6 +39,25 @@ def test_killed_runs_end_bit_identical(tmp_path: Path, budget: int) -> None:
     points = random.Random(budget).sample(range(2, 22), 5)
     killed = drive(model, tmp_path / "killed", text, budget, points)
     assert killed["endings"][:3] == [-9, -9, -9]  # type: ignore[index]
+    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+    assert not (tmp_path / "killed.partial").exists()
+
+
+@pytest.mark.parametrize(
+    ("budget", "method", "effort", "family"),
+    [
+        (SPOOLED, "gptq", "balanced", "llama"),
+        (IN_MEMORY, "gptq", "balanced", "llama"),
+        (IN_MEMORY, "awq+gptq", "best", "llama"),
+        (IN_MEMORY, "gptq", "balanced", "qwen2_moe"),
+    ],
+)
+def test_feedback_killed_ends_bit_identical(tmp_path: Path, budget: int, method: str, effort: str, family: str) -> None:
+    model, text = save_tiny(tmp_path / "model", family, num_hidden_layers=3), save_text(tmp_path / "text.txt")
+    drive(model, tmp_path / "whole", text, IN_MEMORY, [], method, effort)
+    # A layer takes some 40 events; more with tuning. Both streams have to be found or computed again.
+    killed = drive(model, tmp_path / "killed", text, budget, [12, 58, 30], method, effort)
+    assert killed["endings"][:2] == [-9, -9]  # type: ignore[index]
     assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
     assert not (tmp_path / "killed.partial").exists()
 
