@@ -22,7 +22,7 @@ def test_yaml_and_json_give_the_same_recipe(tmp_path: Path) -> None:
     ("text", "words"),
     [
         ("methd: awq", ["methd", "Extra inputs"]),
-        ("scheme: {bits: 5}", ["scheme.bits", "5"]),
+        ("scheme: {bits: 7}", ["scheme.bits", "7"]),
         ("scheme: {group_size: 0}", ["scheme.group_size", "0 is not a group size", "-1"]),
         ("calibration: {samples: 0}", ["calibration.samples"]),
         ("- awq", ["must be a mapping"]),

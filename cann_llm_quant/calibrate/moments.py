@@ -41,7 +41,7 @@ class SiteMoments:
     added: Float[Tensor, " in"] | None = None
 
     def missing(self, w: Float[Tensor, "out in"]) -> Float[Tensor, "out in"] | None:
-        """sum w e yᵀ with e what the outputs of `w`, fed with y, lack; None where no float model walked along."""
+        """The sum of w e yᵀ, e being what outputs of `w` for y lack; None where no float model walked along."""
         if self.wanted is not None:
             given = w @ self.hessian
             return self.wanted - (given if self.added is None else given.sub_(w * self.added))

@@ -98,7 +98,7 @@ def _by_feedback(job: Job, writer: CheckpointWriter, layer: Layer, streams: Stre
     drift = streams.float_model is not None
     store = StateStore(
         streams.quantized.shape[0],
-        budget=job.options.activation_budget,
+        budget=job.budgets[1],
         scratch=writer.scratch,
         device=job.device,
     )

@@ -20,7 +20,7 @@ from cann_llm_quant.device import resolve_device, resolve_dtype
 from cann_llm_quant.errors import UnsupportedError, UsageError
 from cann_llm_quant.export.model_config import json_bytes
 from cann_llm_quant.models import arch_from_checkpoint, unclaimed
-from cann_llm_quant.models.arch import Arch
+from cann_llm_quant.models.arch import Arch, Layer
 from cann_llm_quant.pipeline.calibration_text import calibration_windows
 from cann_llm_quant.pipeline.request import BLOCK_ELEMENTS, GIB, Event, RunOptions
 from cann_llm_quant.quant.value_sketch import SKETCH_BYTES
@@ -46,6 +46,12 @@ class Job:
     corpus: dict[str, Any] | None
     dropped: dict[str, str]
     extra: list[str]
+
+    @property
+    def budgets(self) -> tuple[int, int]:
+        """Bytes of activations held in memory: the states between layers, and what is kept inside a layer."""
+        total = self.options.activation_budget
+        return (total // 2, total - total // 2) if self.recipe.feedback else (total, 0)
 
     def run_identity(self) -> dict[str, Any]:
         """Everything that decides the output's bytes; a resume with another identity is refused."""
@@ -129,20 +135,41 @@ def estimate_peak_bytes(job: Job) -> int:
     fixed = 600 << 20
     tensors = job.source.tensors
     outer = max((_outer_bytes(job, name) for name in job.arch.outer_shapes() if name in tensors), default=0)
-    widest = 0
-    for layer in job.arch.layers:
-        weights = sum(spec.out_features * spec.in_features for spec in layer.linears)
-        features = {site.name: layer.linear(site.linears[0]).in_features for site in layer.sites}
-        grams = sum(n * n for n in features.values()) if job.recipe.needs_calibration else 0
-        largest = max(spec.out_features * spec.in_features for spec in layer.linears)
-        sketches = SKETCH_BYTES * len(layer.sites) if job.recipe.needs_ranges else 0
-        widest = max(widest, 5 * weights + 8 * grams + 16 * largest + sketches)
+    widest = max(_layer_bytes(job, layer) for layer in job.arch.layers)
     activations = 0
     if job.ids is not None:
-        states = job.ids.numel() * job.arch.hidden_size * job.dtype.itemsize
+        held = sum(min(wanted, budget) for wanted, budget in zip(_activation_bytes(job), job.budgets, strict=True))
         window = job.ids.shape[1] * max(job.arch.intermediate_size * 4, job.arch.hidden_size * 8) * 4
-        activations = min(states, job.options.activation_budget) + window
+        activations = held + window
     return fixed + max(outer, widest) + activations
+
+
+def _layer_bytes(job: Job, layer: Layer) -> int:
+    weights = sum(spec.out_features * spec.in_features for spec in layer.linears)
+    features = [layer.linear(site.linears[0]).in_features for site in layer.sites]
+    largest = max(spec.out_features * spec.in_features for spec in layer.linears)
+    sketches = SKETCH_BYTES * len(layer.sites) if job.recipe.needs_ranges else 0
+    grams = 8 * sum(n * n for n in features) if job.recipe.needs_calibration else 0
+    copies = 5
+    if job.recipe.feedback:
+        # One site's moments and factors at a time; the source's layer beside the one that walks, and its copies in
+        # tuning: levels, weights and their gradients.
+        solving = 24 * max(features) ** 2
+        grams = max(grams, solving) if job.recipe.smoothing else solving
+        copies = 9 + (16 if job.recipe.effort_plan.tuning_steps else 0)
+    return copies * weights + grams + 16 * largest + sketches
+
+
+def _activation_bytes(job: Job) -> tuple[int, int]:
+    """What the states between layers take, and what is kept inside a layer."""
+    assert job.ids is not None
+    arch, paired = job.arch, job.recipe.effort_plan.drift
+    item = job.ids.numel() * job.dtype.itemsize
+    states = item * arch.hidden_size * (2 if paired else 1)
+    if not job.recipe.feedback:
+        return states, 0
+    inner = max(arch.num_heads * arch.head_dim, arch.hidden_size + arch.intermediate_size)
+    return states, item * (inner + (2 * arch.hidden_size if paired else 0))
 
 
 def _outer_bytes(job: Job, name: str) -> int:

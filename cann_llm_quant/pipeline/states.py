@@ -70,5 +70,5 @@ def streams_before(job: Job, writer: CheckpointWriter, index: int, tell: Callabl
 def _states(job: Job, writer: CheckpointWriter, name: str, paired: bool) -> HiddenStates:
     assert job.ids is not None
     shape = (job.ids.shape[0], job.ids.shape[1], job.arch.hidden_size)
-    budget = job.options.activation_budget // (2 if paired else 1)
+    budget = job.budgets[0] // (2 if paired else 1)
     return HiddenStates(shape, job.dtype, budget=budget, scratch=writer.scratch, device=job.device, name=name)
