@@ -6,6 +6,10 @@ D is the change that the solver really makes. `feedback` rounds with error feedb
 do, on a grid searched under the diagonal of H; `rounding` takes each weight to the nearest code of such a grid. Solvers
 differ in how much they save on each kind of linear (q/k/v gain most), so plain rounding would misjudge the kinds.
 
+The same few tokens serve to solve and to judge, and feedback fits itself to them: with the usual damping of 0.01, 4096
+tokens of SmolLM2 show 1.3 (q, gate) to 2.3 times (down) more error on other text. Damping by the whole mean diagonal
+leaves 1.1 to 1.4, at about the error that a run on many tokens ends with.
+
 The estimate has a floor, taken from the Hessian: H_g is shrunk toward its diagonal as `quant/shrinkage.py` shrinks H.
 Errors that a solver moved into directions which the few tokens of a seldom used expert did not show count as at least
 that share of the trace, instead of as nothing.
@@ -27,6 +31,7 @@ from cann_llm_quant.quant.scheme import QuantizedTensor, Scheme
 from cann_llm_quant.quant.shrinkage import shrink_hessian
 
 Solver = Literal["feedback", "rounding"]
+DAMPING = 1.0
 _GRID_STEPS = 8
 
 
@@ -47,7 +52,7 @@ def unit_damages(
     for specs in _sharing_an_input(unit, fisher):
         seen = fisher[specs[0].role]
         hessian = shrink_hessian(seen.hessian, seen.tokens)
-        factor = factorize(hessian) if solver == "feedback" else None
+        factor = factorize(hessian, DAMPING) if solver == "feedback" else None
         # Rows are solved apart from one another, so linears of one input are solved as one matrix.
         w = torch.cat([weights[f"{spec.module}.weight"].to(torch.float32) for spec in specs])
         rows = [spec.out_features for spec in specs]

@@ -19,7 +19,7 @@ from cann_llm_quant.evaluate.divergence import divergence
 from cann_llm_quant.models.arch import Arch
 from cann_llm_quant.models.decoder import DecoderLayer, DenseLinear, head
 from cann_llm_quant.models.weights import build_layer, load_layer, load_outer
-from cann_llm_quant.pipeline.damage import Solver, solve
+from cann_llm_quant.pipeline.damage import DAMPING, Solver, solve
 from cann_llm_quant.pipeline.units import Choice, Unit
 from cann_llm_quant.quant.gptq import factorize
 from cann_llm_quant.quant.shrinkage import shrink_hessian
@@ -99,7 +99,7 @@ def _solved(
         if hessian is None or variant.choice.scheme is None:
             continue
         w = tensors[name]
-        factor = factorize(hessian) if solver == "feedback" else None
+        factor = factorize(hessian, DAMPING) if solver == "feedback" else None
         storage = checkpoint.tensors[name].dtype
         solved[name] = solve(w.to(torch.float32), variant.choice.scheme, storage, hessian.diagonal(), factor).to(
             w.dtype
