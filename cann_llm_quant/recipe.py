@@ -241,19 +241,14 @@ Method = Literal[
 @dataclass(frozen=True)
 class EffortPlan:
     """What error feedback may cost: whether the float model walks along so that drift can be corrected, rounds of
-    coordinate descent on codes and scales, steps of tuning a whole layer.
+    coordinate descent on codes and scales.
     """
 
     drift: bool
     rounds: int
-    tuning_steps: int
 
 
-EFFORTS = {
-    "fast": EffortPlan(False, 0, 0),
-    "balanced": EffortPlan(True, 1, 0),
-    "best": EffortPlan(True, 3, 60),
-}
+EFFORTS = {"fast": EffortPlan(False, 0), "balanced": EffortPlan(True, 1), "best": EffortPlan(True, 3)}
 
 
 class Recipe(_Document):
@@ -262,6 +257,9 @@ class Recipe(_Document):
     method: Method = "awq"
     effort: Literal["fast", "balanced", "best"] = Field(
         default="balanced", description="what the method may cost; see docs/methods.md"
+    )
+    tuning_steps: int = Field(
+        default=0, ge=0, description="gradient steps that tune each layer's scales and norm gains after gptq"
     )
     smooth_alpha: float | None = Field(
         default=None, ge=0, le=1, description="smoothquant's exponent for all sites; null: searched for each"
@@ -291,6 +289,15 @@ class Recipe(_Document):
             raise ValueError(f"smooth_alpha is for the method smoothquant, not {self.method}; leave it out")
         return self
 
+    @model_validator(mode="after")
+    def _tuning_is_possible(self) -> "Recipe":
+        if self.tuning_steps and (not self.feedback or self.effort == "fast"):
+            raise ValueError(
+                "tuning_steps are for a method with gptq at effort balanced or best, which run the float model beside; "
+                "leave them out"
+            )
+        return self
+
     @property
     def smoothing(self) -> frozenset[str]:
         """Which factors between a producer and its linears are searched: `awq`, `smoothquant`, both or none."""
@@ -304,7 +311,7 @@ class Recipe(_Document):
     @property
     def effort_plan(self) -> EffortPlan:
         """What the effort means for the method; nothing but rounding without feedback."""
-        return EFFORTS[self.effort] if self.feedback else EffortPlan(False, 0, 0)
+        return EFFORTS[self.effort] if self.feedback else EffortPlan(False, 0)
 
     @property
     def needs_calibration(self) -> bool:

@@ -32,6 +32,7 @@ def quantize(
     show_recipe: flag.ShowRecipe = False,
     method: flag.Method = None,
     effort: flag.Effort = None,
+    tune_steps: flag.TuneSteps = None,
     smooth_alpha: flag.SmoothAlpha = None,
     rotate: flag.Rotate = None,
     scheme: flag.Scheme = None,
@@ -72,8 +73,9 @@ def quantize(
 ) -> None:
     """Quantize a model. A killed run goes on where it was when the same command is given again."""
     flags = {
-        "method": method if method or not effort else "gptq",
+        "method": method if method or recipe or not (effort or tune_steps) else "gptq",
         "effort": effort,
+        "tuning_steps": tune_steps,
         "smooth_alpha": smooth_alpha,
         "rotate": rotate,
         "scheme": scheme,

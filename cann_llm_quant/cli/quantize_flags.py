@@ -45,8 +45,18 @@ Effort = Annotated[
     Literal["fast", "balanced", "best"] | None,
     typer.Option(
         "--effort",
-        help="What gptq may cost: fast about two forward passes, balanced four with drift correction, best also tunes "
-        "layers. Without --method it means gptq. [default: balanced]",
+        help="What the method may cost. gptq: fast reads the quantized model only, balanced aims at the float model's "
+        "outputs for twice the time, best refines codes and scales for a third more. Without --method or --recipe it "
+        "means gptq. [default: balanced]",
+        rich_help_panel=SCHEME,
+    ),
+]
+TuneSteps = Annotated[
+    int | None,
+    typer.Option(
+        "--tune-steps",
+        metavar="N",
+        help="Gradient steps that tune each layer's scales and norms after gptq; 60 doubles the time. [default: 0]",
         rich_help_panel=SCHEME,
     ),
 ]

@@ -15,6 +15,7 @@ GROUP_WORDS = ("auto", "tensor", "block")
 FIELDS = {
     "method": ("method",),
     "effort": ("effort",),
+    "tuning_steps": ("tuning_steps",),
     "smooth_alpha": ("smooth_alpha",),
     "rotate": ("rotate",),
     "bits": ("scheme", "bits"),

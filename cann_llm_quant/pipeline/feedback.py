@@ -86,7 +86,7 @@ class FeedbackLayer:
 
         Only where a float model walks along and inputs stay in float, since rounding them has no gradient.
         """
-        steps = self._job.recipe.effort_plan.tuning_steps
+        steps = self._job.recipe.tuning_steps
         if not steps or not staged.paired or self._job.assignment.activations:
             return False
         modules = {self._role(module): module for module, weight in self._weights.items() if can_tune(weight)}

@@ -42,7 +42,7 @@ def layer_passes(job: Job, layer: Layer) -> int:
         return max(1, (3 if sites_with_ranges(job, layer) else 2) * windows)
     stages = 4 if layer.moe is None else 5
     streams = 2 if job.recipe.effort_plan.drift else 1
-    tuning = 3 * job.recipe.effort_plan.tuning_steps
+    tuning = 3 * job.recipe.tuning_steps
     return windows * (bool(job.recipe.smoothing) + stages + streams) + tuning
 
 

@@ -156,7 +156,7 @@ def _layer_bytes(job: Job, layer: Layer) -> int:
         # tuning: levels, weights and their gradients.
         solving = 24 * max(features) ** 2
         grams = max(grams, solving) if job.recipe.smoothing else solving
-        copies = 9 + (16 if job.recipe.effort_plan.tuning_steps else 0)
+        copies = 9 + (16 if job.recipe.tuning_steps else 0)
     return copies * weights + grams + 16 * largest + sketches
 
 

@@ -22,7 +22,8 @@ def main() -> None:
     model, out, text, method, effort, budget, *points = sys.argv[1:]
     torch.set_num_threads(1)
     calibration = Calibration(data=(text,), samples=6, length=32)
-    recipe = Recipe(method=method, effort=effort, calibration=calibration)  # type: ignore[arg-type]
+    tuning_steps = 4 if effort == "best" else 0
+    recipe = Recipe(method=method, effort=effort, tuning_steps=tuning_steps, calibration=calibration)  # type: ignore[arg-type]
     options = RunOptions(activation_budget=int(budget))
     endings = []
     for point in points:
