@@ -226,15 +226,25 @@ class Calibration(_Document):
     seed: int = 0
 
 
-Method = Literal[
-    "rtn",
-    "awq",
-    "smoothquant",
-    "smoothquant+awq",
-    "gptq",
-    "awq+gptq",
-    "smoothquant+gptq",
-    "smoothquant+awq+gptq",
+def _in_order(value: Any) -> Any:
+    """Parts of a method in the order in which they work, however they were written."""
+    order = ("smoothquant", "awq", "gptq")
+    parts = str(value).split("+")
+    return "+".join(sorted(parts, key=order.index)) if set(parts) <= set(order) else value
+
+
+Method = Annotated[
+    Literal[
+        "rtn",
+        "awq",
+        "smoothquant",
+        "smoothquant+awq",
+        "gptq",
+        "awq+gptq",
+        "smoothquant+gptq",
+        "smoothquant+awq+gptq",
+    ],
+    BeforeValidator(_in_order),
 ]
 
 

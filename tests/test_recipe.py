@@ -49,6 +49,12 @@ def test_missing_file_and_bad_encoding(tmp_path: Path) -> None:
         load_recipe(tmp_path / "latin.yaml")
 
 
+def test_parts_of_a_method_come_in_any_order() -> None:
+    assert validate_recipe({"method": "gptq+smoothquant+awq"}, "test").method == "smoothquant+awq+gptq"
+    with pytest.raises(UsageError, match="method"):
+        validate_recipe({"method": "gptq+rtn"}, "test")
+
+
 def test_clip_default_follows_the_method() -> None:
     assert Recipe(method="awq").clipping
     assert not Recipe(method="rtn").clipping

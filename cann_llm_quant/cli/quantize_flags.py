@@ -56,7 +56,7 @@ TuneSteps = Annotated[
     typer.Option(
         "--tune-steps",
         metavar="N",
-        help="Gradient steps that tune each layer's scales and norms after gptq; 60 doubles the time. [default: 0]",
+        help="Gradient steps that tune each layer's scales and norms after gptq; 60 triple the time. [default: 0]",
         rich_help_panel=SCHEME,
     ),
 ]
