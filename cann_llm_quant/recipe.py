@@ -374,10 +374,11 @@ def validate_recipe(document: dict[str, Any], origin: str) -> Recipe:
         return Recipe.model_validate(document)
     except ValidationError as error:
         first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"]) or "document"
+        field = ".".join(str(part) for part in first["loc"])
         message = first["msg"].removeprefix("Value error, ")
         got = "" if isinstance(first["input"], dict) else f" (got {str(first['input'])[:80]!r})"
-        raise UsageError(f"{origin}: field {field}: {message}{got}") from error
+        place = f"field {field}: " if field else ""
+        raise UsageError(f"{origin}: {place}{message}{got}") from error
 
 
 def compile_pattern(pattern: str) -> Callable[[str], bool]:
