@@ -171,10 +171,8 @@ def expert_line(counts: "ExpertCounts") -> str:
 def facts(report: "QuantizeReport") -> Iterable[tuple[str, str]]:
     """Title and text of each closing line."""
     share = report.quantized_parameters / max(report.total_parameters, 1)
-    yield (
-        "method",
-        f"{report.method}, {report.bits_per_weight:.3g} bits per quantized weight, scales included",
-    )
+    method = report.method if report.method == "rtn" else f"{report.method} ({report.effort})"
+    yield "method", f"{method}, {report.bits_per_weight:.3g} bits per quantized weight, scales included"
     linears, total = report.quantized_linears, report.total_parameters
     yield "coverage", f"quantized {linears} linears, {share:.1%} of {total:,} parameters"
     yield "schemes", ", ".join(f"{scheme} for {count} linears" for scheme, count in report.formats.items())

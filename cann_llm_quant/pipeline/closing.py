@@ -152,6 +152,7 @@ def summarize(
         output=written.path,
         model_type=job.arch.model_type,
         method=job.recipe.method,
+        effort=job.recipe.effort,
         layers=job.arch.num_layers,
         resumed_layers=resumed,
         quantized_linears=len(schemes),

@@ -54,6 +54,7 @@ class QuantizeReport:
     output: Path
     model_type: str
     method: str
+    effort: str
     layers: int
     resumed_layers: int
     quantized_linears: int
