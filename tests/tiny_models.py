@@ -40,6 +40,12 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+# Without these, a "tiny" mixture would have 60 or 128 experts of its family's full width.
+FEW_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+MIXTURES: dict[str, dict[str, int]] = {
+    "qwen2_moe": FEW_EXPERTS | {"shared_expert_intermediate_size": 48},
+    "qwen3_moe": FEW_EXPERTS | {"head_dim": 16},
+}
 
 
 def save_tiny(
@@ -47,7 +53,7 @@ def save_tiny(
 ) -> Path:
     """A random model of `family` whose channels differ in size, so that methods differ; returns the folder."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(CONFIGS[family](**(SIZES | config)))
+    model = AutoModelForCausalLM.from_config(CONFIGS[family](**(SIZES | MIXTURES.get(family, {}) | config)))
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
