@@ -90,7 +90,7 @@ def test_the_published_one_line_form_gives_the_same_recipe(run: Run) -> None:
         (["quantize"], "no model was named"),
         (["quantize", "m"], "-o FOLDER"),
         (["quantize", "a", "--model", "b", "-o", "o"], "two models were named, a and b"),
-        (["quantize", "m", "-o", "o", "--bits", "5"], "bits"),
+        (["quantize", "m", "-o", "o", "--bits", "7"], "bits"),
         (["quantize", "m", "-o", "o", "--bits", "four"], "--bits"),
         (["quantize", "m", "-o", "o", "--method", "gptqq"], "gptqq"),
         (["quantize", "m", "-o", "o", "--format", "onnx"], "this version writes: native"),
@@ -260,7 +260,7 @@ def test_the_list_of_commands_is_not_cut(run: Run, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("COLUMNS", "80")
     _, out, _ = run("--help")
     commands = out.partition("Commands:\n")[2]
-    assert len(commands.split("\n\n")[0].splitlines()) == 6
+    assert len(commands.split("\n\n")[0].splitlines()) == 8
     assert "..." not in commands
 
 
