@@ -67,7 +67,7 @@ def sensitivity(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Measure how much quantizing each linear would change the model's output.
+    """Measure what quantizing each linear costs, in KL divergence.
 
     Damage is the KL divergence, in nats per token, of quantizing that linear alone. One layer is in memory at a time.
     """
