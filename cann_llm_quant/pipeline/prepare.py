@@ -82,6 +82,10 @@ def prepare(
             "smoothquant moves outliers out of quantized inputs, but no input is quantized; ask for a scheme such as "
             "--scheme W8A8, or use awq"
         )
+    if recipe.tuning_steps and assignment.activations:
+        raise UsageError(
+            "layers whose inputs are quantized cannot be tuned, since rounding has no gradient; leave out --tune-steps"
+        )
     for pattern, hits in assignment.pattern_hits.items():
         if not pattern.startswith(("glob:", "re:")):
             continue  # a full name says what it matches

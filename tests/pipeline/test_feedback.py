@@ -73,3 +73,10 @@ def test_c05_a_site_that_carries_nothing_is_rounded_with_a_warning(tmp_path: Pat
 def test_tuning_where_nothing_can_be_tuned_is_refused(fields: dict[str, str]) -> None:
     with pytest.raises(UsageError, match="tuning_steps"):
         validate_recipe({"tuning_steps": 5, **fields}, "the command line")
+
+
+def test_tuning_beside_quantized_inputs_is_refused_before_the_work(tmp_path: Path, text: Path) -> None:
+    model = save_tiny(tmp_path / "model")
+    with pytest.raises(UsageError, match="inputs are quantized"):
+        quantize(model, tmp_path / "out", text, method="gptq", tuning_steps=5, scheme="W8A8")
+    assert not list(tmp_path.glob("out*"))
