@@ -43,7 +43,7 @@ SIZES = {
 # Without these, a "tiny" mixture would have 60 or 128 experts of its family's full width.
 FEW_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 MIXTURES: dict[str, dict[str, int]] = {
-    "qwen2_moe": FEW_EXPERTS | {"shared_expert_intermediate_size": 48},
+    "qwen2_moe": FEW_EXPERTS | {"shared_expert_intermediate_size": 64},
     "qwen3_moe": FEW_EXPERTS | {"head_dim": 16},
 }
 
