@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 METHODS = {
     "rtn": ["--method", "rtn"],
@@ -32,7 +33,7 @@ NAMES = (
 )
 
 
-def run(*arguments: str) -> dict[str, object]:
+def run(*arguments: str) -> dict[str, Any]:
     """One command of the tool, its JSON result."""
     command = [sys.executable, "-m", "cann_llm_quant", *arguments, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, encoding="utf-8")
@@ -48,7 +49,7 @@ def measure(
     found = run("perplexity", str(out), "--reference", str(model), "--data", evaluation, "--max-windows", "16")
     linears = json.loads((out / "inference_config.json").read_text(encoding="utf-8"))["linears"].values()
     errors = [(entry["error"], entry["rtn_error"]) for entry in linears if entry["error"] is not None]
-    return float(found["divergence"]["kl"]), sum(error > plain for error, plain in errors)  # type: ignore[index]
+    return float(found["divergence"]["kl"]), sum(error > plain for error, plain in errors)
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ A mixture's experts are measured on the tokens that the quantized model routes t
 """
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
@@ -29,7 +30,7 @@ from cann_llm_quant.models.decoder import DecoderLayer, Observe, ignore, rotatio
 Measured = dict[str, SiteMoments]
 
 
-class _Walk:
+class _Walk(ABC):
     """One model's way through the layer; a stage runs all windows and keeps what later ones need."""
 
     name: str
@@ -48,8 +49,9 @@ class _Walk:
         for window in range(self._store.windows):
             yield self.output(window)
 
+    @abstractmethod
     def output(self, window: int) -> Float[Tensor, "1 seq hidden"]:
-        raise NotImplementedError
+        """The layer's output for one window, when all stages are done."""
 
     def close(self) -> None:
         for kind in ("mixed", "stream", "inner", "output"):
@@ -195,11 +197,6 @@ class StagedLayer:
     def windows(self) -> int:
         """How many windows walk."""
         return self._quantized.states.shape[0]
-
-    @property
-    def paired(self) -> bool:
-        """Whether a float model walks along."""
-        return self._float is not None
 
     def pair(self, window: int) -> tuple[Float[Tensor, "1 seq hidden"], Float[Tensor, "1 seq hidden"]]:
         """The quantized model's input of the layer, and the float model's output; after all sites."""

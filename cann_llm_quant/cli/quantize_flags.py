@@ -45,9 +45,9 @@ Effort = Annotated[
     Literal["fast", "balanced", "best"] | None,
     typer.Option(
         "--effort",
-        help="What the method may cost. gptq: fast reads the quantized model only, balanced aims at the float model's "
-        "outputs for twice the time, best refines codes and scales for a third more. Without --method or --recipe it "
-        "means gptq. [default: balanced]",
+        help="What the method may cost. gptq: fast runs the quantized model only, balanced runs the float model "
+        "beside it and aims at its outputs, best refines codes and scales in three rounds instead of one. Without "
+        "--method or --recipe it means gptq. [default: balanced]",
         rich_help_panel=SCHEME,
     ),
 ]
@@ -56,7 +56,8 @@ TuneSteps = Annotated[
     typer.Option(
         "--tune-steps",
         metavar="N",
-        help="Gradient steps that tune each layer's scales and norms after gptq; 60 triple the time. [default: 0]",
+        help="Gradient steps that tune each layer's scales and norms after gptq; 60 take about three times as long. "
+        "[default: 0]",
         rich_help_panel=SCHEME,
     ),
 ]

@@ -82,12 +82,12 @@ class FeedbackLayer:
         self._warnings += inputs.warnings
 
     def _tune(self, staged: StagedLayer) -> bool:
-        """Tune the solved layer where the effort asks for it; whether anything changed.
+        """Tune the solved layer where the recipe asks for it; whether anything changed.
 
-        Only where a float model walks along and inputs stay in float, since rounding them has no gradient.
+        The recipe and `prepare` have seen to it that a float model walks along and that inputs stay in float.
         """
         steps = self._job.recipe.tuning_steps
-        if not steps or not staged.paired or self._job.assignment.activations:
+        if not steps:
             return False
         modules = {self._role(module): module for module, weight in self._weights.items() if can_tune(weight)}
         gains = {parameter.role: parameter.name for parameter in self._layer.parameters}
