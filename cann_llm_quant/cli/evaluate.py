@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cann_llm_quant.cli.evaluate_table import draw, draw_known, known_tasks, plain
-from cann_llm_quant.cli.options import MODEL_HELP, AllowPickle, Debug, Device, Dtype, Json, Revision
+from cann_llm_quant.cli.options import (
+    MODEL_HELP,
+    AllowPickle,
+    Debug,
+    Device,
+    Dtype,
+    Json,
+    Reference,
+    ReferenceRevision,
+    Revision,
+)
 from cann_llm_quant.cli.progress import Progress, Step, show_progress
 from cann_llm_quant.cli.terminal import Reply
 from cann_llm_quant.errors import InputError, UsageError
@@ -39,14 +49,8 @@ def evaluate(
     tasks: Annotated[
         str, typer.Option("--tasks", metavar="NAMES", help="Names with commas between; --list-tasks shows all.")
     ] = "",
-    reference: Annotated[
-        str | None,
-        typer.Option("--reference", metavar="MODEL", help="The float model to compare with.", show_default=False),
-    ] = None,
-    reference_revision: Annotated[
-        str | None,
-        typer.Option("--reference-revision", metavar="NAME", help="Its hub branch, tag or commit.", show_default=False),
-    ] = None,
+    reference: Reference = None,
+    reference_revision: ReferenceRevision = None,
     batch_tokens: Annotated[
         int, typer.Option("--batch-tokens", metavar="N", min=1, help="Distinct tokens computed in one pass.")
     ] = 512,

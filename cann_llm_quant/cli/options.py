@@ -38,6 +38,18 @@ AllowPickle = Annotated[
         rich_help_panel=MODEL_SECTION,
     ),
 ]
+Reference = Annotated[
+    str | None,
+    typer.Option("--reference", metavar="MODEL", help="The float model to compare with.", show_default=False),
+]
+ReferenceRevision = Annotated[
+    str | None,
+    typer.Option("--reference-revision", metavar="NAME", help="Its hub branch, tag or commit.", show_default=False),
+]
+ActivationBudget = Annotated[
+    str,
+    typer.Option("--activation-budget", metavar="SIZE", help="Activations kept in memory before they go to disk."),
+]
 Device = Annotated[str, typer.Option("--device", metavar="DEVICE", help="cpu, cuda or npu, also cuda:1.")]
 Dtype = Annotated[str, typer.Option("--dtype", metavar="DTYPE", help="fp32, bf16 or fp16.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout; progress stays on stderr.")]

@@ -8,7 +8,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from cann_llm_quant.cli.models import OpenModel, open_model
-from cann_llm_quant.cli.options import AllowPickle, Debug, Device, Dtype, Json, Model, Revision, parse_size
+from cann_llm_quant.cli.options import (
+    ActivationBudget,
+    AllowPickle,
+    Debug,
+    Device,
+    Dtype,
+    Json,
+    Model,
+    Reference,
+    ReferenceRevision,
+    Revision,
+    parse_size,
+)
 from cann_llm_quant.cli.progress import Step, show_progress
 from cann_llm_quant.cli.terminal import Reply, print_facts
 from cann_llm_quant.errors import UsageError
@@ -46,14 +58,8 @@ class Compute:
 
 def perplexity(
     model: Model,
-    reference: Annotated[
-        str | None,
-        typer.Option("--reference", metavar="MODEL", help="The float model to compare with.", show_default=False),
-    ] = None,
-    reference_revision: Annotated[
-        str | None,
-        typer.Option("--reference-revision", metavar="NAME", help="Its hub branch, tag or commit.", show_default=False),
-    ] = None,
+    reference: Reference = None,
+    reference_revision: ReferenceRevision = None,
     data: Annotated[
         str | None,
         typer.Option("--data", metavar="SOURCE", help="Text to score. [default: held-out text inside the package]"),
@@ -87,10 +93,7 @@ def perplexity(
             "--min-top1", metavar="SHARE", help="Same most likely token, such as 95%.", rich_help_panel=THRESHOLDS
         ),
     ] = None,
-    activation_budget: Annotated[
-        str,
-        typer.Option("--activation-budget", metavar="SIZE", help="Activations kept in memory before they go to disk."),
-    ] = "2GiB",
+    activation_budget: ActivationBudget = "2GiB",
     device: Device = "cpu",
     dtype: Dtype = "fp32",
     revision: Revision = None,

@@ -6,7 +6,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cann_llm_quant.cli.options import AllowPickle, Debug, Device, Dtype, Json, Model, Revision, parse_size
+from cann_llm_quant.cli.options import (
+    ActivationBudget,
+    AllowPickle,
+    Debug,
+    Device,
+    Dtype,
+    Json,
+    Model,
+    Revision,
+    parse_size,
+)
 from cann_llm_quant.cli.progress import show_progress
 from cann_llm_quant.cli.scheme_names import named_schemes
 from cann_llm_quant.cli.terminal import Reply, print_facts, printable
@@ -56,10 +66,7 @@ def sensitivity(
     seed: Annotated[
         int, typer.Option("--seed", metavar="N", help="Picks windows and labels.", rich_help_panel=TEXT)
     ] = 0,
-    activation_budget: Annotated[
-        str,
-        typer.Option("--activation-budget", metavar="SIZE", help="Activations kept in memory before they go to disk."),
-    ] = "2GiB",
+    activation_budget: ActivationBudget = "2GiB",
     device: Device = "cpu",
     dtype: Dtype = "fp32",
     revision: Revision = None,
