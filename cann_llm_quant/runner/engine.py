@@ -17,10 +17,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from cann_llm_quant.device import resolve_device, resolve_dtype
-from cann_llm_quant.errors import UsageError
+from cann_llm_quant.errors import RequestError, UsageError
 from cann_llm_quant.models.decoder import DecoderModel, head
 from cann_llm_quant.runner.kv_cache import KVCache
-from cann_llm_quant.runner.sampler import GenerationSettings, make_generator, sample
+from cann_llm_quant.runner.sampler import TokenLogprobs, make_generator, sample
+from cann_llm_quant.runner.settings import GenerationSettings, check_token_ids
 from cann_llm_quant.runner.stop import StopTexts
 from cann_llm_quant.runner.text_stream import TextStream, byte_tokens
 from cann_llm_quant.runner.weights import LoadedModel, load_packed
@@ -49,6 +50,7 @@ class Chunk:
     token_id: int
     text: str
     finish_reason: FinishReason | None = None
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ class LLMEngine:
     def generate(self, prompt: str | Sequence[int], max_new_tokens: int = 128, **settings: Any) -> Generation:
         """Continue a text or token ids; the keywords are the fields of `GenerationSettings`.
 
-        Raises UsageError for a prompt or setting that cannot be, before any work.
+        Raises RequestError for a prompt or setting that cannot be, before any work.
         """
         started = time.perf_counter()
         ids = self.prompt_ids(prompt)
@@ -142,34 +144,37 @@ class LLMEngine:
         known = {field.name for field in fields(GenerationSettings)}
         unknown = sorted(settings.keys() - known)
         if unknown:
-            raise UsageError(f"unknown generation settings {', '.join(unknown)}; known are {', '.join(sorted(known))}")
+            raise RequestError(
+                unknown[0], f"unknown generation settings {', '.join(unknown)}; known are {', '.join(sorted(known))}"
+            )
         wanted = GenerationSettings(max_new_tokens=max_new_tokens, **settings)
+        wanted.check_vocabulary(self.model.arch.vocab_size)
         ids = self.prompt_ids(prompt)
         if len(ids) + wanted.max_new_tokens > self.max_context:
-            raise UsageError(
+            raise RequestError(
+                "max_new_tokens",
                 f"{len(ids)} prompt tokens and max_new_tokens {wanted.max_new_tokens} exceed the context of "
-                f"{self.max_context}; shorten the prompt or ask for fewer tokens"
+                f"{self.max_context}; shorten the prompt or ask for fewer tokens",
             )
         return self._stream(ids, wanted)
 
     def prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
         """Token ids of a prompt: a text by the tokenizer's own BOS rule, ids as they are, nothing at all as BOS.
 
-        Raises UsageError for ids outside the vocabulary, or an empty prompt where there is no BOS.
+        Raises RequestError for ids outside the vocabulary, or an empty prompt where there is no BOS.
         """
         if isinstance(prompt, str):
             ids = encode(self.tokenizer, prompt, bos=self._adds_bos)
         else:
             ids = list(prompt)
-        vocab = self.model.arch.vocab_size
-        for position, token in enumerate(ids):
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
-                raise UsageError(f"prompt: {token!r} at position {position} is no token id from 0 to {vocab - 1}")
+        check_token_ids("prompt", ids, self.model.arch.vocab_size)
         if ids:
             return ids
         bos: int | None = self.tokenizer.bos_token_id
         if bos is None:
-            raise UsageError("prompt is empty and the tokenizer has no BOS token to start from; write a prompt")
+            raise RequestError(
+                "prompt", "prompt is empty and the tokenizer has no BOS token to start from; write a prompt"
+            )
         return [bos]
 
     def logits(self, windows: Int[Tensor, "windows seq"]) -> Iterator[Float[Tensor, "seq vocab"]]:
@@ -189,9 +194,12 @@ class LLMEngine:
         stops = StopTexts(settings.stop, settings.include_stop)
         ends = self._ends(settings)
         feed = ids
+        output: list[int] = []
         for index in range(settings.max_new_tokens):
-            token = sample(self._next_logits(feed, cache), settings, generator)
+            drawn = sample(self._next_logits(feed, cache), settings, generator, ids, output)
+            token = drawn.token_id
             feed = [token]
+            output.append(token)
             ended = token in ends
             last = ended or index + 1 == settings.max_new_tokens
             piece = "" if ended else text.push(token)
@@ -199,7 +207,7 @@ class LLMEngine:
             reason: FinishReason | None = "stop" if ended or stops.stopped else "length" if last else None
             if last and not stops.stopped:
                 shown += stops.finish() + ends.get(token, "")
-            yield Chunk(token, shown, reason)
+            yield Chunk(token, shown, reason, drawn.logprobs)
             if reason is not None:
                 return
 
@@ -240,7 +248,7 @@ class LLMEngine:
 
         Special tokens whose name is a stop text count among them: decoding leaves them out, so no text would match.
         """
-        ends = {} if settings.ignore_eos else dict.fromkeys(self.end_ids, "")
+        ends = dict.fromkeys(settings.stop_ids, "") | ({} if settings.ignore_eos else dict.fromkeys(self.end_ids, ""))
         for name in self.tokenizer.all_special_tokens:
             if name in settings.stop:
                 ends[self.tokenizer.convert_tokens_to_ids(name)] = name if settings.include_stop else ""

@@ -14,7 +14,7 @@ from runner_tokenizers import byte_level, sentencepiece_like
 from tiny_models import save_tiny
 from transformers import AutoModelForCausalLM
 
-from cann_llm_quant.errors import CheckpointError, InputError, UsageError
+from cann_llm_quant.errors import CheckpointError, InputError, RequestError, UsageError
 from cann_llm_quant.evaluate.evaluation import evaluate
 from cann_llm_quant.evaluate.windows import cut_windows
 from cann_llm_quant.models.decoder import DenseLinear
@@ -203,8 +203,26 @@ def test_sentencepiece_text_continues_the_prompt(tmp_path) -> None:
     [([-1], "-1 at position 0"), ([3, 128], "128 at position 1"), ([3, True], "position 1"), ([3] * 255, "context")],
 )
 def test_c70_impossible_prompts_are_refused_before_any_work(engine, prompt, message) -> None:
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(RequestError, match=message) as caught:
         engine.stream(prompt, 5)
+    assert caught.value.field in {"prompt", "max_new_tokens"}
+
+
+@pytest.mark.parametrize("settings", [{"stop_ids": (999,)}, {"logit_bias": {128: 1.0}}])
+def test_c70_ids_are_checked_against_the_model_not_the_tokenizer(engine, settings) -> None:
+    """The tiny tokenizer has fewer tokens than the embedding has rows; 127 is a row."""
+    (field,) = settings
+    with pytest.raises(RequestError, match="from 0 to 127") as caught:
+        engine.stream(PROMPT, 5, **settings)
+    assert caught.value.field == field
+
+
+def test_stop_ids_end_the_text_even_where_end_tokens_are_ignored(engine) -> None:
+    free = engine.generate(PROMPT, 20, ignore_eos=True)
+    end = free.token_ids[6]
+    stopped = engine.generate(PROMPT, 20, ignore_eos=True, stop_ids=(end,))
+    assert stopped.finish_reason == "stop"
+    assert stopped.token_ids == free.token_ids[: free.token_ids.index(end) + 1]
 
 
 def test_c70_an_empty_prompt_is_bos_or_refused(engine, byte_engine) -> None:

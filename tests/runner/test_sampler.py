@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cann_llm_quant.errors import NonFiniteResultError, UsageError
-from cann_llm_quant.runner.sampler import GenerationSettings, make_generator, sample
+from cann_llm_quant.errors import NonFiniteResultError, RequestError
+from cann_llm_quant.runner.sampler import make_generator, sample
+from cann_llm_quant.runner.settings import GenerationSettings
 
 LOGITS = torch.tensor([0.3, 2.0, -1.0, 1.5, 0.2, 1.9])
 
@@ -17,7 +18,7 @@ LOGITS = torch.tensor([0.3, 2.0, -1.0, 1.5, 0.2, 1.9])
 def draws(count: int = 3000, **options) -> np.ndarray:
     wanted = GenerationSettings(**options)
     generator = make_generator(wanted)
-    return np.array([sample(LOGITS, wanted, generator) for _ in range(count)])
+    return np.array([sample(LOGITS, wanted, generator).token_id for _ in range(count)])
 
 
 def expected_probabilities(logits, temperature=1.0, top_k=0, top_p=1.0) -> np.ndarray:
@@ -69,7 +70,7 @@ def test_a_seed_repeats_its_draws() -> None:
 def test_requests_do_not_share_randomness() -> None:
     one, other = (GenerationSettings(temperature=1.0, seed=seed) for seed in (1, 2))
     a, b = make_generator(one), make_generator(other)
-    mixed = [(sample(LOGITS, one, a), sample(LOGITS, other, b))[0] for _ in range(30)]
+    mixed = [(sample(LOGITS, one, a), sample(LOGITS, other, b))[0].token_id for _ in range(30)]
     torch.manual_seed(0)
     assert mixed == draws(30, temperature=1.0, seed=1).tolist()
 
@@ -78,7 +79,7 @@ def test_requests_do_not_share_randomness() -> None:
 @given(st.lists(st.floats(-50, 50, width=32), min_size=1, max_size=20), st.floats(0.01, 1), st.integers(0, 20))
 def test_a_draw_lies_in_the_allowed_set(logits, top_p, top_k) -> None:
     wanted = GenerationSettings(temperature=1.0, top_p=top_p, top_k=top_k)
-    token = sample(torch.tensor(logits), wanted, make_generator(wanted))
+    token = sample(torch.tensor(logits), wanted, make_generator(wanted)).token_id
     rank = sum(value > logits[token] for value in logits)
     assert rank < (top_k or len(logits))
     p = expected_probabilities(logits)
@@ -97,14 +98,14 @@ def test_masked_tokens_are_never_drawn() -> None:
     wanted = GenerationSettings(temperature=1.0)
     generator = make_generator(wanted)
     masked = torch.tensor([-math.inf, 0.0, -math.inf])
-    assert {sample(masked, wanted, generator) for _ in range(30)} == {1}
+    assert {sample(masked, wanted, generator).token_id for _ in range(30)} == {1}
 
 
 def test_a_temperature_past_float32_makes_all_tokens_alike() -> None:
     wanted = GenerationSettings(temperature=1e300)
     generator = make_generator(wanted)
     masked = torch.tensor([-math.inf, 0.0, 5.0])
-    assert {sample(masked, wanted, generator) for _ in range(30)} == {1, 2}
+    assert {sample(masked, wanted, generator).token_id for _ in range(30)} == {1, 2}
 
 
 @pytest.mark.parametrize(
@@ -117,6 +118,18 @@ def test_a_temperature_past_float32_makes_all_tokens_alike() -> None:
         ("top_p", 1.5),
         ("top_p", math.nan),
         ("top_k", -1),
+        ("min_p", -0.1),
+        ("min_p", 1.5),
+        ("min_p", math.nan),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", math.inf),
+        ("presence_penalty", -2.5),
+        ("frequency_penalty", 3),
+        ("frequency_penalty", math.nan),
+        ("logit_bias", {3: math.nan}),
+        ("logit_bias", {3: 101.0}),
+        ("logprobs", -1),
+        ("logprobs", 21),
         ("max_new_tokens", 0),
         ("max_new_tokens", -5),
         ("seed", -1),
@@ -125,7 +138,24 @@ def test_a_temperature_past_float32_makes_all_tokens_alike() -> None:
     ],
 )
 def test_c70_impossible_settings_name_their_field(field, value) -> None:
-    with pytest.raises(UsageError, match=field) as caught:
+    with pytest.raises(RequestError, match=field) as caught:
         GenerationSettings(**{field: value})
-    assert caught.value.exit_code == 2
+    assert (caught.value.field, caught.value.exit_code) == (field, 2)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("stop_ids", (999,)),
+        ("stop_ids", (-1,)),
+        ("stop_ids", (True,)),
+        ("logit_bias", {128: 1.0}),
+        ("logit_bias", {-1: 1}),
+    ],
+)
+def test_c70_ids_past_the_models_vocabulary_name_their_field(field, value) -> None:
+    with pytest.raises(RequestError, match="no token id from 0 to 127") as caught:
+        GenerationSettings(**{field: value}).check_vocabulary(128)
+    assert caught.value.field == field
+    GenerationSettings(stop_ids=(127,), logit_bias={127: 1.0, 0: -1.0}).check_vocabulary(128)

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from cann_llm_quant.runner.sampler import GenerationSettings, make_generator, sample
+from cann_llm_quant.runner.sampler import make_generator, sample
+from cann_llm_quant.runner.settings import GenerationSettings
 
 PROBABILITIES = [0.1, 0.4, 0.2, 0.3]
 DRAWS = 2000
@@ -14,7 +15,7 @@ def counts(top_k: int, top_p: float) -> np.ndarray:
     wanted = GenerationSettings(temperature=1.0, top_k=top_k, top_p=top_p)
     generator = make_generator(wanted)
     logits = torch.tensor(PROBABILITIES).log()
-    return np.bincount([sample(logits, wanted, generator) for _ in range(DRAWS)], minlength=4)
+    return np.bincount([sample(logits, wanted, generator).token_id for _ in range(DRAWS)], minlength=4)
 
 
 @pytest.mark.parametrize(
