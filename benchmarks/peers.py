@@ -116,6 +116,7 @@ def run_autoround(model: PreTrainedModel, ids: torch.Tensor, args: argparse.Name
         scheme={"bits": args.bits, "group_size": args.group_size or -1, "sym": args.symmetric, "data_type": "int"},
         dataset=batches,
         iters=args.iterations,
+        lr=args.learning_rate,
         seqlen=args.seq_len,
         nsamples=args.samples,
         batch_size=batch,
@@ -170,9 +171,13 @@ def main() -> None:
     parser.add_argument("--int8-activations", action="store_true", help="calibrate with int8 inputs per token")
     parser.add_argument("--batch-size", type=int, help="windows at a time; the peer's default otherwise")
     parser.add_argument("--iterations", type=int, default=200, help="AutoRound's steps per block")
+    parser.add_argument("--learning-rate", type=float, help="AutoRound's; its recipe `light` is 50 steps at 0.005")
     parser.add_argument("--no-amp", action="store_true", help="AutoRound tunes in float32, not in bfloat16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
+    if args.device == "cpu":
+        # llm-compressor's AWQ pins memory whether or not there is an accelerator to copy it to, and torch then refuses.
+        torch.Tensor.pin_memory = lambda tensor, *_: tensor
     ids = windows(AutoTokenizer.from_pretrained(args.model), args.text, args.samples, args.seq_len)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     started, cpu_before = time.monotonic(), cpu_seconds()
@@ -187,6 +192,7 @@ def main() -> None:
         "symmetric": args.symmetric,
         "int8_activations": args.int8_activations,
         "iterations": args.iterations if args.peer == "autoround" else None,
+        "learning_rate": args.learning_rate,
         "device": args.device,
         "quantize_s": round(seconds, 1),
         "quantize_cpu_s": round(cpu - cpu_before, 1),

@@ -264,7 +264,7 @@ EFFORTS = {"fast": EffortPlan(False, 0), "balanced": EffortPlan(True, 1), "best"
 class Recipe(_Document):
     """One quantization, whole: everything that decides the output's bytes besides the source model."""
 
-    method: Method = "awq"
+    method: Method = "gptq"
     effort: Literal["fast", "balanced", "best"] = Field(
         default="balanced", description="what the method may cost; see docs/methods.md"
     )

@@ -1,6 +1,6 @@
 """`demo`: the whole way on the small model inside the package, without a network: quantize, measure, generate.
 
-Every number in its table is measured in this run: the float model beside plain rounding (RTN) and AWQ, all at 4 bits.
+Every number in its table is measured in this run: the float model beside plain rounding (RTN), AWQ and GPTQ, all at 4 bits.
 """
 
 import os
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from cann_llm_quant.evaluate.report import EvaluationResult
     from cann_llm_quant.pipeline import QuantizeReport
 
-METHODS = {"rtn": "int4 RTN", "awq": "int4 AWQ"}
+METHODS = {"rtn": "int4 RTN", "awq": "int4 AWQ", "gptq": "int4 GPTQ"}
 WINDOW = 256  # tokens that the model was trained on at once
 SAMPLES = 64  # windows to calibrate on
 WINDOWS = 48  # windows to measure on
@@ -34,8 +34,9 @@ PROMPT = "If the file"
 NEW_TOKENS = 40
 GIB = 1 << 30
 LEGEND = (
-    "RTN rounds to nearest; AWQ first scales channels by what calibration saw. KL divergence and top-1 compare with "
-    "the original. Only the decoder's linears are quantized and counted in bits."
+    "RTN rounds to nearest; AWQ first scales channels by what calibration saw; GPTQ corrects each rounding error in "
+    "the weights to come. KL divergence and top-1 compare with the original. Only the decoder's linears are quantized "
+    "and counted in bits."
 )
 
 
@@ -59,7 +60,7 @@ def demo(
 ) -> None:
     """Quantize, measure and run a small model. No network is needed.
 
-    The model lies inside the package. The original, plain rounding and AWQ are compared; it takes a minute.
+    The model lies inside the package. The original, plain rounding, AWQ and GPTQ are compared; it takes a minute.
     """
     refuse_existing(output)
     import torch
@@ -177,5 +178,5 @@ def draw(console: "Console", value: dict[str, Any], output: Path | None) -> None
         text = " ".join(f"{value['prompt']}{line['text']}".split())
         console.print(printable(text))
     if output is not None:
-        console.print(f"\nThe quantized models are in {printable(str(output))}: rtn and awq.", soft_wrap=True)
+        console.print(f"\nThe quantized models are in {printable(str(output))}: rtn, awq and gptq.", soft_wrap=True)
     console.print("\nNow with a model of yours:  cann-llm-quant quantize MODEL -o FOLDER")

@@ -73,7 +73,7 @@ def quantize(
 ) -> None:
     """Quantize a model. A killed run goes on where it was when the same command is given again."""
     flags = {
-        "method": method if method or recipe or not (effort or tune_steps) else "gptq",
+        "method": method,
         "effort": effort,
         "tuning_steps": tune_steps,
         "smooth_alpha": smooth_alpha,

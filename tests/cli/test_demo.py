@@ -22,10 +22,10 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("short")
-def test_the_demo_shows_three_models_and_keeps_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_shows_four_models_and_keeps_three(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "-o", str(tmp_path / "kept"), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
-    assert [row["name"] for row in shown["rows"]] == ["bfloat16", "int4 RTN", "int4 AWQ"]
+    assert [row["name"] for row in shown["rows"]] == ["bfloat16", "int4 RTN", "int4 AWQ", "int4 GPTQ"]
     original, *quantized = shown["rows"]
     for row in quantized:
         assert row["perplexity"] < 1.5 * original["perplexity"]
@@ -35,12 +35,12 @@ def test_the_demo_shows_three_models_and_keeps_two(tmp_path: Path, capsys: pytes
         assert row["text"]
     table = io.StringIO()
     demo.draw(console(table), shown, tmp_path)
-    for words in ("perplexity", "bits/weight", "int4 AWQ:", "If the file", "quantize MODEL -o FOLDER"):
+    for words in ("perplexity", "bits/weight", "int4 AWQ:", "int4 GPTQ:", "If the file", "quantize MODEL -o FOLDER"):
         assert words in table.getvalue()
-    assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["awq", "rtn"]
+    assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["awq", "gptq", "rtn"]
 
 
-@pytest.mark.parametrize("method", ["rtn", "awq"])
+@pytest.mark.parametrize("method", ["rtn", "awq", "gptq"])
 def test_the_demo_replaces_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
