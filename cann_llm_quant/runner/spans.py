@@ -13,9 +13,9 @@ DROPPED = -1
 class Span:
     """One sequence's new tokens in a step, at positions `start` to `start + count - 1`.
 
-    `before` and `after` list its pages before and after the step, `DROPPED` where no query of the step or later sees the
-    page. Where `before[q]` is a float page and `after[q]` a sealed one, the step seals it; the float page stays readable
-    during the step and its owner frees it afterwards. `after` covers `start + count` tokens.
+    `before` and `after` list its pages before and after the step, `DROPPED` where no query of the step or later sees
+    the page. Where `before[q]` is a float page and `after[q]` a sealed one, the step seals it; the float page stays
+    readable during the step and its owner frees it afterwards. `after` covers `start + count` tokens.
     """
 
     start: int
