@@ -227,31 +227,35 @@ def kv_scale(
 
 
 def encode(
-    x: Float[Tensor, "*pages heads tokens dim"],
+    x: Float[Tensor, "... tokens dim"],
     scheme: KvScheme,
     scale: Float[Tensor, "..."] | None = None,
     zero_point: Int[Tensor, "..."] | None = None,
-) -> Shaped[Tensor, "*pages heads tokens packed"]:
-    """Codes of pages. `scale` (None for a plain scheme) broadcasts over `x`, or by group over its groups.
+) -> Shaped[Tensor, "... tokens packed"]:
+    """Codes of pages. `scale` (None for a plain scheme) broadcasts over `x`, by group over the groups of its last dim.
 
     int4 codes lie two to a byte, biased by 8: element j in the low half of byte j, element j + dim/2 in the high half.
     """
     if scale is None:
         return x.to(_PLAIN[scheme.dtype])
+    # a tensor of its own, also where x is float32 already: rounding works in place
     parts = _grouped(x.to(torch.float32), scheme) / _spread(scale, scheme)
-    # integers are rounded before the zero point is added: adding it first could round twice
-    values = nearest_(parts, scheme.dtype) if zero_point is None else _shifted(parts, zero_point, scheme)
-    values = values.flatten(-2) if scheme.strategy == "group" else values
+    if zero_point is None:
+        nearest_(parts, scheme.dtype)
+    else:
+        half = 1 << (scheme.bits - 1)
+        parts.round_().add_(_spread(zero_point, scheme)).clamp_(-half, half - 1)
+    values = parts if scheme.group_size is None else parts.flatten(-2)
     return _pack_halves(values) if scheme.dtype == "int4" else to_codes(values, scheme.dtype)
 
 
 def decode(
-    codes: Shaped[Tensor, "*pages heads tokens packed"],
+    codes: Shaped[Tensor, "... tokens packed"],
     scheme: KvScheme,
     scale: Float[Tensor, "..."] | None = None,
     zero_point: Int[Tensor, "..."] | None = None,
     dtype: torch.dtype = torch.float32,
-) -> Float[Tensor, "*pages heads tokens dim"]:
+) -> Float[Tensor, "... tokens dim"]:
     """What `codes` stand for: `(q - z) * s` in float32, rounded to `dtype`. Arguments as in `encode`."""
     if scale is None:
         return codes.to(dtype)
@@ -272,11 +276,6 @@ def _spread(scale: Tensor, scheme: KvScheme) -> Tensor:
     """Float32 scales or zero points that broadcast over what `_grouped` returns."""
     scale = scale.to(torch.float32)
     return scale if scheme.group_size is None else scale.unsqueeze(-1)
-
-
-def _shifted(parts: Tensor, zero_point: Tensor, scheme: KvScheme) -> Tensor:
-    half = 1 << (scheme.bits - 1)
-    return parts.round_().add_(_spread(zero_point, scheme)).clamp_(-half, half - 1)
 
 
 def _pack_halves(values: Tensor) -> Tensor:
