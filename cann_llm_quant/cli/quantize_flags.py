@@ -37,7 +37,8 @@ Method = Annotated[
         "--quant-method",
         metavar="NAME",
         help="rtn (rounding), gptq (error feedback), awq or smoothquant (scaling; smoothquant for quantized inputs), "
-        "or several joined by +, such as smoothquant+awq+gptq. [default: awq]",
+        "or several joined by +, such as smoothquant+awq+gptq; none leaves weights as they are, for --kv-cache alone. "
+        "[default: gptq]",
         rich_help_panel=SCHEME,
     ),
 ]
@@ -46,8 +47,8 @@ Effort = Annotated[
     typer.Option(
         "--effort",
         help="What the method may cost. gptq: fast runs the quantized model only, balanced runs the float model "
-        "beside it and aims at its outputs, best refines codes and scales in three rounds instead of one. Without "
-        "--method or --recipe it means gptq. [default: balanced]",
+        "beside it and aims at its outputs, best refines codes and scales in three rounds instead of one. "
+        "[default: balanced]",
         rich_help_panel=SCHEME,
     ),
 ]
