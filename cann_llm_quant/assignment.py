@@ -11,6 +11,7 @@ from math import gcd
 from cann_llm_quant.errors import UsageError
 from cann_llm_quant.loading import format_warnings, mixture_warnings, tensor_parallel_warnings
 from cann_llm_quant.models.arch import Arch, LinearSpec
+from cann_llm_quant.patterns import compile_pattern
 from cann_llm_quant.quant.activations import MX_GROUP, NV_GROUP
 from cann_llm_quant.quant.scheme import (
     MXFP4,
@@ -24,7 +25,7 @@ from cann_llm_quant.quant.scheme import (
     fitting_group_sizes,
     largest_fitting_group,
 )
-from cann_llm_quant.recipe import BLOCK_COLUMNS, ActivationFormat, Recipe, WeightScheme, compile_pattern
+from cann_llm_quant.recipe import BLOCK_COLUMNS, ActivationFormat, Recipe, WeightScheme
 
 AUTO_GROUP = 128
 TABLE_SCHEME = Scheme("int8", True, "channel", None)
@@ -67,6 +68,9 @@ def assign(arch: Arch, recipe: Recipe, *, allow_empty_pattern: bool = False, ten
     leaves nothing to quantize.
     """
     linears = [spec for layer in arch.layers for spec in layer.linears]
+    if recipe.method == "none":
+        kept = {spec.module: "weights are left as they are" for spec in [*linears, head_linear(arch)]}
+        return Assignment({}, kept)
     tables = _tables(arch, recipe)
     shared_head = any(arch.head_module in readers for readers in tables.values())
     names = [spec.module for spec in linears] + ([] if shared_head else [arch.head_module])

@@ -5,10 +5,8 @@ full module name, `glob:` with shell wildcards, or `re:` with a regular expressi
 name.
 """
 
-import fnmatch
 import json
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -26,6 +24,7 @@ from pydantic import (
 )
 
 from cann_llm_quant.errors import UsageError
+from cann_llm_quant.kv_recipe import KvRecipe
 
 FORMATS = ("native",)
 DEFAULT_CANDIDATES = ("W4g64", "W3g64", "W4g128", "W4g32", "W5g64", "W6g64", "W8")
@@ -235,6 +234,7 @@ def _in_order(value: Any) -> Any:
 
 Method = Annotated[
     Literal[
+        "none",
         "rtn",
         "awq",
         "smoothquant",
@@ -291,7 +291,23 @@ class Recipe(_Document):
     on_misfit: Literal["error", "smaller", "skip"] = "error"
     expand_fusion_groups: bool = True
     calibration: Calibration = Calibration()
+    kv_cache: KvRecipe | None = Field(default=None, description="how keys and values are cached; null: in float")
     formats: Annotated[tuple[Literal["native"], ...], BeforeValidator(_listed), Field(min_length=1)] = ("native",)
+
+    @model_validator(mode="after")
+    def _none_is_only_the_cache(self) -> "Recipe":
+        if self.method != "none":
+            return self
+        weights = {
+            "scheme.activations": self.scheme.activations,
+            **{name: getattr(self, name) for name in ("rules", "preset", "target_bits", "head", "embedding", "rotate")},
+        }
+        asked = [name for name, value in weights.items() if value]
+        if asked:
+            raise ValueError(f"the method none leaves weights as they are; leave out {', '.join(asked)}")
+        if self.kv_cache is None:
+            raise ValueError("the method none leaves weights as they are, so there is nothing to do; add --kv-cache")
+        return self
 
     @model_validator(mode="after")
     def _alpha_is_used(self) -> "Recipe":
@@ -325,8 +341,9 @@ class Recipe(_Document):
 
     @property
     def needs_calibration(self) -> bool:
-        """Whether text runs through the model: for the method, or for stored ranges of activations."""
-        return self.method != "rtn" or self.needs_ranges
+        """Whether text runs through the model: for the method, for stored ranges of activations or for the KV cache."""
+        cached = self.kv_cache is not None and self.kv_cache.needs_calibration
+        return self.method not in ("none", "rtn") or self.needs_ranges or cached
 
     @property
     def needs_ranges(self) -> bool:
@@ -338,7 +355,7 @@ class Recipe(_Document):
     @property
     def clipping(self) -> bool:
         """Whether the range of each group is searched, the method's default filled in."""
-        return self.method != "rtn" if self.clip is None else self.clip
+        return self.method not in ("none", "rtn") if self.clip is None else self.clip
 
     def to_json(self) -> str:
         """The document as indented JSON."""
@@ -379,21 +396,3 @@ def validate_recipe(document: dict[str, Any], origin: str) -> Recipe:
         got = "" if isinstance(first["input"], dict) else f" (got {str(first['input'])[:80]!r})"
         place = f"field {field}: " if field else ""
         raise UsageError(f"{origin}: {place}{message}{got}") from error
-
-
-def compile_pattern(pattern: str) -> Callable[[str], bool]:
-    """A predicate on full module names for a full name, `glob:` or `re:` pattern.
-
-    Raises UsageError for an invalid regular expression, with the position.
-    """
-    if pattern.startswith("re:"):
-        try:
-            compiled = re.compile(pattern[3:])
-        except re.error as error:
-            raise UsageError(
-                f"pattern {pattern!r} is no regular expression: {error.msg} at position {error.pos}"
-            ) from error
-        return lambda name: compiled.fullmatch(name) is not None
-    if pattern.startswith("glob:"):
-        return lambda name: fnmatch.fnmatchcase(name, pattern[5:])
-    return lambda name: name == pattern

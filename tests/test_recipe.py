@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from cann_llm_quant.errors import UsageError
-from cann_llm_quant.recipe import Recipe, compile_pattern, load_recipe, validate_recipe
+from cann_llm_quant.patterns import compile_pattern
+from cann_llm_quant.recipe import Recipe, load_recipe, validate_recipe
 
 
 def test_yaml_and_json_give_the_same_recipe(tmp_path: Path) -> None:

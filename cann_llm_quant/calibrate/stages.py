@@ -24,7 +24,7 @@ from cann_llm_quant.calibrate.experts import ExpertCollector
 from cann_llm_quant.calibrate.moments import MomentSums, SiteMoments
 from cann_llm_quant.calibrate.state_store import StateStore
 from cann_llm_quant.calibrate.stream import HiddenStates, require_finite
-from cann_llm_quant.models.attention import CausalAttend
+from cann_llm_quant.models.attention import Attend, CausalAttend
 from cann_llm_quant.models.decoder import DecoderLayer, Observe, ignore, rotation_of
 
 Measured = dict[str, SiteMoments]
@@ -35,11 +35,13 @@ class _Walk(ABC):
 
     name: str
 
-    def __init__(self, layer: DecoderLayer, states: HiddenStates, store: StateStore) -> None:
+    def __init__(
+        self, layer: DecoderLayer, states: HiddenStates, store: StateStore, attend: Attend | None = None
+    ) -> None:
         self.layer, self.states, self._store = layer, states, store
         positions = torch.arange(states.shape[1], device=states.device)[None]
         self._rotation = rotation_of(layer.arch, positions, states.dtype)
-        self._attend = CausalAttend()
+        self._attend = attend or CausalAttend()
 
     def attention_inputs(self) -> Iterator[Tensor]:
         for x in self.states.windows():
@@ -145,7 +147,8 @@ class StagedLayer:
     `float_layer` and `float_states` are None where no float model walks along. `factors` are what the quantized model's
     producers were divided by, by site: the float model's inputs are divided by the same. `every_token` measures experts
     on all tokens. `observers` gives, for each stage in turn (`qkv`, `o`, `gate_up`, `down`), an observer of what the
-    quantized model hands its sites. `step` is called after every window.
+    quantized model hands its sites; `attend` is what its attention mixes with (None: nothing but causal attention).
+    `step` is called after every window.
     """
 
     def __init__(
@@ -160,9 +163,10 @@ class StagedLayer:
         factors: Mapping[str, Float[Tensor, " in"]] | None = None,
         every_token: bool = False,
         observers: Callable[[str], Observe] = lambda stage: ignore,
+        attend: Attend | None = None,
         step: Callable[[], None] = lambda: None,
     ) -> None:
-        self._quantized = _QuantizedWalk(layer, states, store)
+        self._quantized = _QuantizedWalk(layer, states, store, attend)
         self._float = None
         if float_layer is not None and float_states is not None:
             self._float = _FloatWalk(float_layer, float_states, store)
@@ -203,9 +207,9 @@ class StagedLayer:
         assert self._float is not None
         return self._quantized.states.window(window), self._float.output(window)
 
-    def rerun(self, layer: DecoderLayer) -> None:
+    def rerun(self, layer: DecoderLayer, attend: Attend | None = None) -> None:
         """Replace the states of the quantized model by the outputs of `layer` instead of those of the walk."""
-        for _ in self._quantized.states.advance(layer):
+        for _ in self._quantized.states.advance(layer, attend=attend):
             self.step()
         if self._float is not None:
             for _ in self._float.states.replace(self._float.outputs()):

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from cann_llm_quant.errors import CannQuantError, NumericError
-from cann_llm_quant.models.attention import CausalAttend
+from cann_llm_quant.models.attention import Attend, CausalAttend
 from cann_llm_quant.models.decoder import DecoderLayer, Observe, Table, embed
 
 
@@ -81,12 +81,13 @@ class HiddenStates:
         window = torch.frombuffer(bytearray(file.read(self._window_bytes)), dtype=self.dtype)
         return window.view(1, *self.shape[1:]).to(self.device)
 
-    def advance(self, layer: DecoderLayer, *, check_finite: bool = True) -> Iterator[int]:
-        """Replace the states by `layer`'s outputs; yields the number of windows done.
+    def advance(self, layer: DecoderLayer, *, check_finite: bool = True, attend: Attend | None = None) -> Iterator[int]:
+        """Replace the states by `layer`'s outputs, with `attend` for its attention; yields the number of windows done.
 
         Raises NumericError naming the layer and the window when an output is not finite.
         """
-        yield from self.replace(run_layer(layer, self.windows(), self.index, check_finite=check_finite))
+        outputs = run_layer(layer, self.windows(), self.index, check_finite=check_finite, attend=attend)
+        yield from self.replace(outputs)
 
     def replace(self, outputs: Iterator[Float[Tensor, "1 seq hidden"]]) -> Iterator[int]:
         """Replace the states by the next layer's, one for each window; yields the number of windows done."""
@@ -137,12 +138,13 @@ def run_layer(
     observe: Observe | None = None,
     *,
     check_finite: bool = True,
+    attend: Attend | None = None,
 ) -> Iterator[Float[Tensor, "1 seq hidden"]]:
-    """`layer`'s output for each window, one at a time, causal attention within the window.
+    """`layer`'s output for each window, one at a time, causal attention within the window unless `attend` is given.
 
     Raises NumericError naming the layer and the window when an output is not finite.
     """
-    attend = CausalAttend()
+    attend = attend or CausalAttend()
     for number, x in enumerate(windows):
         positions = torch.arange(x.shape[1], device=x.device)[None]
         y = layer(x, positions, attend, observe)

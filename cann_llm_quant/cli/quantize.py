@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from cann_llm_quant.cli import kv_flags as kv
 from cann_llm_quant.cli import quantize_flags as flag
+from cann_llm_quant.cli.kv_table import cache_facts
 from cann_llm_quant.cli.options import AllowPickle, Debug, Json, Revision, parse_size
 from cann_llm_quant.cli.progress import show_progress
 from cann_llm_quant.cli.recipe_flags import outer_scheme, parse_group_size, resolve_recipe
@@ -59,6 +61,15 @@ def quantize(
     head_bits: flag.HeadBits = None,
     embedding_bits: flag.EmbeddingBits = None,
     moe_all_experts: flag.MoeAllExperts = None,
+    kv_cache: kv.KvCache = None,
+    kv_sink_tokens: kv.KvSinkTokens = None,
+    kv_recent_tokens: kv.KvRecentTokens = None,
+    kv_sensitive: kv.KvSensitive = None,
+    kv_headroom: kv.KvHeadroom = None,
+    kv_percentile: kv.KvPercentile = None,
+    kv_scale: kv.KvScale = None,
+    kv_smooth: kv.KvSmooth = None,
+    kv_page_size: kv.KvPageSize = None,
     formats: flag.Formats = None,
     overwrite: flag.Overwrite = False,
     max_shard_size: flag.MaxShardSize = "5GB",
@@ -98,6 +109,15 @@ def quantize(
         "embedding": outer_scheme(embedding_bits),
         "moe_all_experts": moe_all_experts,
         "formats": formats or None,
+        "kv_cache": kv_cache,
+        "kv_sink_tokens": kv_sink_tokens,
+        "kv_recent_tokens": kv_recent_tokens,
+        "kv_sensitive": kv_sensitive,
+        "kv_headroom": kv_headroom,
+        "kv_percentile": kv_percentile,
+        "kv_scale": kv_scale,
+        "kv_smooth": kv_smooth or None,
+        "kv_page_size": kv_page_size,
     }
     resolved = resolve_recipe(recipe, flags, ignore or ())
     if resolved.target_bits is None and (sensitivity is not None or candidates is not None):
@@ -171,11 +191,16 @@ def expert_line(counts: "ExpertCounts") -> str:
 def facts(report: "QuantizeReport") -> Iterable[tuple[str, str]]:
     """Title and text of each closing line."""
     share = report.quantized_parameters / max(report.total_parameters, 1)
-    method = report.method if report.method == "rtn" else f"{report.method} ({report.effort})"
-    yield "method", f"{method}, {report.bits_per_weight:.3g} bits per quantized weight, scales included"
+    method = report.method if report.method in ("none", "rtn") else f"{report.method} ({report.effort})"
     linears, total = report.quantized_linears, report.total_parameters
-    yield "coverage", f"quantized {linears} linears, {share:.1%} of {total:,} parameters"
-    yield "schemes", ", ".join(f"{scheme} for {count} linears" for scheme, count in report.formats.items())
+    if report.bits_per_weight is None:
+        yield "method", "none, weights are as they were"
+    else:
+        yield "method", f"{method}, {report.bits_per_weight:.3g} bits per quantized weight, scales included"
+        yield "coverage", f"quantized {linears} linears, {share:.1%} of {total:,} parameters"
+        yield "schemes", ", ".join(f"{scheme} for {count} linears" for scheme, count in report.formats.items())
+    if report.kv_cache is not None:
+        yield from cache_facts(report.kv_cache)
     yield "size", f"{size(report.output_bytes)} from {size(report.source_bytes)}"
     if report.mean_error is not None and report.mean_rtn_error is not None:
         error, rounding = report.mean_error, report.mean_rtn_error

@@ -35,6 +35,15 @@ FIELDS = {
     "embedding": ("embedding",),
     "moe_all_experts": ("moe_all_experts",),
     "formats": ("formats",),
+    "kv_cache": ("kv_cache", "scheme"),
+    "kv_sink_tokens": ("kv_cache", "sink_tokens"),
+    "kv_recent_tokens": ("kv_cache", "recent_tokens"),
+    "kv_sensitive": ("kv_cache", "sensitive"),
+    "kv_headroom": ("kv_cache", "headroom"),
+    "kv_percentile": ("kv_cache", "percentile"),
+    "kv_scale": ("kv_cache", "scale"),
+    "kv_smooth": ("kv_cache", "smooth"),
+    "kv_page_size": ("kv_cache", "page_size"),
 }
 
 
@@ -54,6 +63,8 @@ def resolve_recipe(file: Path | None, flags: Mapping[str, Any], ignore: Sequence
     document = base.model_dump()
     if flags.get("scheme") is not None:
         document["scheme"] = named_scheme(flags["scheme"])
+    if document["kv_cache"] is None:
+        document["kv_cache"] = _new_cache(flags)
     for flag, path in FIELDS.items():
         value = flags[flag]
         if value is not None:
@@ -65,6 +76,16 @@ def resolve_recipe(file: Path | None, flags: Mapping[str, Any], ignore: Sequence
         if name not in FORMATS:
             raise UsageError(f"format {name!r} is not available; this version writes: {', '.join(FORMATS)}")
     return validate_recipe(document, "the command line")
+
+
+def _new_cache(flags: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The section of a quantized KV cache where `--kv-cache` opens one. Raises UsageError for details without it."""
+    if flags["kv_cache"] is not None:
+        return {}
+    given = [flag for flag, path in FIELDS.items() if path[0] == "kv_cache" and flags[flag]]
+    if given:
+        raise UsageError(f"--{given[0].replace('_', '-')} is for a quantized KV cache; add --kv-cache, int8 say")
+    return None
 
 
 def _set_ranges(scheme: dict[str, Any], method: str | None, percentile: float | None) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from cann_llm_quant.errors import CheckpointError
+from cann_llm_quant.export.kv_section import KvCache
 from cann_llm_quant.export.native import Layout
 from cann_llm_quant.quant.scheme import (
     ActivationScheme,
@@ -68,12 +69,14 @@ class Weights(_Section):
     matrix of their own and read another module's.
     """
 
-    layout: Layout | Literal["mixed-precision"] = "pack-quantized"
+    layout: Layout | Literal["mixed-precision", "dense"] = "pack-quantized"
     schemes: dict[str, WeightFormat]
     linears: dict[str, str]
     float_: dict[str, str] = Field(alias="float")
     tied: dict[str, str] = Field(default_factory=dict)
-    bits_per_weight: float = Field(description="stored bits per quantized weight, scales and zero points included")
+    bits_per_weight: float | None = Field(
+        description="stored bits per quantized weight, scales and zero points included; null where none is quantized"
+    )
 
     @model_validator(mode="after")
     def _schemes_exist(self) -> "Weights":
@@ -107,12 +110,6 @@ class Inputs(_Section):
 
     schemes: dict[str, InputFormat] = Field(default_factory=dict)
     linears: dict[str, str] = Field(default_factory=dict)
-
-
-class KvCache(_Section):
-    """Precision of keys and values: `compute` keeps the dtype that the runner computes in."""
-
-    dtype: Literal["compute"] = "compute"
 
 
 class Limits(_Section):

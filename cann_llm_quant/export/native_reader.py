@@ -17,6 +17,7 @@ from cann_llm_quant.checkpoint.base import Checkpoint, TensorInfo
 from cann_llm_quant.errors import CheckpointError, UsageError
 from cann_llm_quant.export import native
 from cann_llm_quant.export.inference_config import FILE_NAME, InferenceConfig, load_inference_config
+from cann_llm_quant.export.kv_scales import is_kv_scale
 from cann_llm_quant.quant.ranges import SCALE_DTYPES
 from cann_llm_quant.quant.scheme import QuantizedTensor, Scheme
 
@@ -46,7 +47,7 @@ class NativeCheckpoint:
         view: dict[str, TensorInfo] = {}
         for name, info in self.inner.tensors.items():
             module, _, suffix = name.rpartition(".")
-            if module in self.inference.weights.tied and suffix in hidden:
+            if is_kv_scale(name) or (module in self.inference.weights.tied and suffix in hidden):
                 continue
             if module not in self.modules or suffix not in hidden:
                 view[name] = info

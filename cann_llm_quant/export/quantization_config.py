@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from cann_llm_quant.export.native import Layout, layout_of, stored_scheme
+from cann_llm_quant.quant.kv import KvScheme
 from cann_llm_quant.quant.number_formats import FLOAT_BITS, INT_BITS
 from cann_llm_quant.quant.scheme import TILE, ActivationScheme, Scheme
 
@@ -27,11 +28,15 @@ def quantization_config(
     float_modules: Iterable[str],
     activations: Mapping[str, ActivationScheme] | None = None,
     tables: Mapping[str, Sequence[str]] | None = None,
-) -> dict[str, Any]:
+    kv: KvScheme | None = None,
+) -> dict[str, Any] | None:
     """The section for these weight schemes and activation schemes by module; inputs of the others stay in float.
 
-    `tables` are the embeddings among the modules, with all modules that read each.
+    `tables` are the embeddings among the modules, with all modules that read each. `kv` is the scheme of all K and V
+    where one says it all. None where there is nothing to say.
     """
+    if not schemes and kv is None:
+        return None
     inputs, tables = activations or {}, tables or {}
     kinds: dict[str, Kind] = {}
     for module, scheme in schemes.items():
@@ -49,12 +54,12 @@ def quantization_config(
     layouts = {group["format"] for group in groups.values()}
     return {
         "quant_method": "compressed-tensors",
-        "format": layouts.pop() if len(layouts) == 1 else "mixed-precision",
+        "format": "dense" if not layouts else layouts.pop() if len(layouts) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "version": FORMAT_VERSION,
         "config_groups": groups,
         "ignore": list(float_modules),
-        "kv_cache_scheme": None,
+        "kv_cache_scheme": None if kv is None else _kv_args(kv),
         "global_compression_ratio": None,
     }
 
@@ -103,6 +108,17 @@ def _activation_args(scheme: ActivationScheme) -> dict[str, Any]:
     elif arguments["type"] == "float" and scheme.group_size == 32:
         arguments["scale_dtype"] = _SCALE_DTYPES["e8m0"]
     return arguments
+
+
+def _kv_args(scheme: KvScheme) -> dict[str, Any]:
+    return {
+        "num_bits": scheme.bits,
+        "type": "int" if scheme.dtype in INT_BITS else "float",
+        "symmetric": scheme.symmetric,
+        "strategy": scheme.strategy,
+        "group_size": None,
+        "dynamic": scheme.dynamic,
+    }
 
 
 def _targets(modules: list[str], every: Iterable[str]) -> list[str]:

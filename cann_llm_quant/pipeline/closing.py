@@ -23,10 +23,13 @@ from cann_llm_quant.export.inference_config import (
     WeightFormat,
     Weights,
 )
+from cann_llm_quant.export.kv_scales import common_scheme, scales_bytes
+from cann_llm_quant.export.kv_section import SCALES_FILE, KvCache
 from cann_llm_quant.export.model_config import json_bytes, output_config
 from cann_llm_quant.export.quantization_config import quantization_config
 from cann_llm_quant.pipeline.expert_counts import expert_counts
 from cann_llm_quant.pipeline.input_ranges import FEW_TOKENS
+from cann_llm_quant.pipeline.kv_cache import all_scales, kv_section
 from cann_llm_quant.pipeline.prepare import LIBRARIES, Job, peak_memory_bytes
 from cann_llm_quant.pipeline.request import QuantizeReport
 from cann_llm_quant.quant.activations import label
@@ -37,17 +40,21 @@ Records = dict[str, dict[str, Any]]
 def output_files(job: Job, records: Records) -> dict[str, bytes]:
     """Every file of the output besides weights and index: companions byte for byte, the configs, the recipe."""
     storage = _storage_dtype(job)
+    scales, section = all_scales(job, records) if job.kv else (), kv_section(job, records)
     config = output_config(job.source.config, job.arch, str(storage).removeprefix("torch."), _quantization_config(job))
-    return job.companions | {
+    files = {
         "config.json": json_bytes(config),
-        FILE_NAME: _inference_config(job, records).to_json(),
+        FILE_NAME: _inference_config(job, records, section).to_json(),
         "recipe.json": (job.recipe.to_json() + "\n").encode(),
     }
+    if section.scales == SCALES_FILE:
+        files[SCALES_FILE] = scales_bytes(scales)
+    return job.companions | files
 
 
-def _quantization_config(job: Job) -> dict[str, Any]:
-    assigned = job.assignment
-    return quantization_config(assigned.schemes, assigned.kept, assigned.activations, tables=assigned.tables)
+def _quantization_config(job: Job) -> dict[str, Any] | None:
+    assigned, kv = job.assignment, common_scheme(job.kv or ())
+    return quantization_config(assigned.schemes, assigned.kept, assigned.activations, assigned.tables, kv)
 
 
 def _inputs(job: Job) -> Inputs:
@@ -67,12 +74,13 @@ def _storage_dtype(job: Job) -> torch.dtype:
     return sizes.most_common(1)[0][0]
 
 
-def _inference_config(job: Job, records: Records) -> InferenceConfig:
+def _inference_config(job: Job, records: Records, kv_cache: KvCache) -> InferenceConfig:
     formats = _formats(job, records)
+    quantized = _quantization_config(job)
     return InferenceConfig(
         model_type=job.arch.model_type,
         weights=Weights(
-            layout=_quantization_config(job)["format"],
+            layout="dense" if quantized is None else quantized["format"],
             schemes={weight_format.key(): weight_format for weight_format in formats.values()},
             linears={module: weight_format.key() for module, weight_format in formats.items()},
             float=job.assignment.kept,
@@ -80,6 +88,7 @@ def _inference_config(job: Job, records: Records) -> InferenceConfig:
             bits_per_weight=bits_per_weight(job, records),
         ),
         inputs=_inputs(job),
+        kv_cache=kv_cache,
         limits=Limits(max_context=job.arch.max_positions),
         accounting=Accounting(**accounting(job, records), dropped=job.dropped, extra=job.extra),
         provenance=Provenance(
@@ -112,8 +121,8 @@ def _linears(records: Records) -> dict[str, dict[str, Any]]:
     return {module: entry for record in records.values() for module, entry in record.get("linears", {}).items()}
 
 
-def bits_per_weight(job: Job, records: Records) -> float:
-    """Stored bits per quantized weight, scales and zero points included."""
+def bits_per_weight(job: Job, records: Records) -> float | None:
+    """Stored bits per quantized weight, scales and zero points included; None where none is quantized."""
     linears = _linears(records)
     bits = weights = 0.0
     for module, scheme in job.assignment.schemes.items():
@@ -121,7 +130,7 @@ def bits_per_weight(job: Job, records: Records) -> float:
         scale_bits = 32 if linears[module]["scale_dtype"] == "float32" else 16
         bits += scheme.bits_per_weight(out, columns, scale_bits) * out * columns
         weights += out * columns
-    return bits / weights
+    return bits / weights if weights else None
 
 
 def accounting(job: Job, records: Records) -> dict[str, int]:
@@ -171,6 +180,7 @@ def summarize(
         mean_rtn_error=_mean([entry["rtn_error"] for entry in linears.values()]),
         mean_error=_mean([entry["error"] for entry in linears.values()]),
         experts=expert_counts(job.arch, linears, few_tokens=FEW_TOKENS, every_token=job.recipe.moe_all_experts),
+        kv_cache=None if job.kv is None else kv_section(job, records),
         calibration=job.corpus,
         seconds=seconds,
         peak_memory_bytes=peak_memory_bytes(),

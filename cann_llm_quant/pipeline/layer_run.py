@@ -1,16 +1,22 @@
 """One layer of a run: measured, solved and left behind, with the activations passed on to the next."""
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
+from cann_llm_quant.calibrate.kv_ranges import watched_attention
 from cann_llm_quant.calibrate.stages import StagedLayer
 from cann_llm_quant.calibrate.state_store import StateStore
+from cann_llm_quant.calibrate.stream import HiddenStates
 from cann_llm_quant.checkpoint.writer import CheckpointWriter
 from cann_llm_quant.models.arch import Layer
+from cann_llm_quant.models.decoder import DecoderLayer
 from cann_llm_quant.pipeline.feedback import FeedbackLayer, stored_precision
 from cann_llm_quant.pipeline.input_ranges import measured_inputs, sites_with_ranges
+from cann_llm_quant.pipeline.kv_cache import KvMeter
+from cann_llm_quant.pipeline.kv_smoothing import KeyFold, fold_keys
 from cann_llm_quant.pipeline.layer import LayerResult, quantize_layer, smooth_checked, unseen, unsmoothed
 from cann_llm_quant.pipeline.layer_tensors import (
     build_running,
@@ -38,12 +44,13 @@ class Passes(Protocol):
 def layer_passes(job: Job, layer: Layer) -> int:
     """How many passes `quantize_one` will count for this layer."""
     windows = 0 if job.ids is None else job.ids.shape[0]
+    smoothing = windows if job.recipe.kv_cache is not None and job.recipe.kv_cache.smooth else 0
     if not job.recipe.feedback:
-        return max(1, (3 if sites_with_ranges(job, layer) else 2) * windows)
+        return max(1, (3 if sites_with_ranges(job, layer) else 2) * windows + smoothing)
     stages = 4 if layer.moe is None else 5
     streams = 2 if job.recipe.effort_plan.drift else 1
     tuning = 3 * job.recipe.tuning_steps
-    return windows * (bool(job.recipe.smoothing) + stages + streams) + tuning
+    return windows * (bool(job.recipe.smoothing) + stages + streams) + smoothing + tuning
 
 
 def quantize_one(
@@ -62,14 +69,15 @@ def quantize_one(
 
 def _by_rounding(job: Job, layer: Layer, streams: Streams | None, passes: Passes) -> LayerResult:
     statistics, probe = {}, None
-    if streams is not None:
+    keys = fold_keys(job, layer, streams, partial(passes, "calibrate"))
+    if streams is not None and quantized_sites(job, layer):
         statistics = measure(job, layer, streams.quantized, partial(passes, "calibrate"))
         probe = streams.probe()
     passes("solve", 0)
     result = quantize_layer(
         job.arch,
         layer,
-        lambda: load_float(job, layer),
+        lambda: keys.over(load_float(job, layer)),
         statistics,
         layer_schemes(job, layer),
         storage_dtypes(job, layer),
@@ -82,15 +90,19 @@ def _by_rounding(job: Job, layer: Layer, streams: Streams | None, passes: Passes
     inputs = measured_inputs(job, layer, result.running, states, partial(passes, "calibrate"))
     result.stored.update(inputs.stored())
     result.record["warnings"] += inputs.warnings
-    if states is not None and not _is_unread(job, layer):
-        for _ in states.advance(build_running(job, layer, result.running, inputs.quantizers)):
+    meter = KvMeter(job, layer)
+    if states is not None:
+        running = build_running(job, layer, result.running, inputs.quantizers)
+        for _ in _onward(job, layer, running, states, meter):
             passes("propagate")
-    return result
+    return _with_cache(result, meter, keys)
 
 
 def _by_feedback(job: Job, writer: CheckpointWriter, layer: Layer, streams: Streams, passes: Passes) -> LayerResult:
     schemes, storage = layer_schemes(job, layer), storage_dtypes(job, layer)
-    source = load_float(job, layer)
+    keys, meter = fold_keys(job, layer, streams, partial(passes, "calibrate")), KvMeter(job, layer)
+    original = load_float(job, layer)
+    source = keys.over(original)
     smoothed, warnings = _smoothed(job, layer, streams, source, passes)
     smoothed.tensors.update(stored_precision(smoothed.tensors, schemes, storage))
     running = build_running(job, layer, smoothed.tensors)
@@ -107,23 +119,45 @@ def _by_feedback(job: Job, writer: CheckpointWriter, layer: Layer, streams: Stre
         streams.quantized,
         store,
         quantized_sites(job, layer),
-        float_layer=build_running(job, layer, source) if drift else None,
+        float_layer=build_running(job, layer, original) if drift else None,
         float_states=streams.float_model,
         factors=smoothed.columns,
         every_token=job.recipe.moe_all_experts,
         observers=feedback.observer,
+        attend=meter.watch,
         step=partial(passes, "calibrate"),
     )
     result = feedback.solve(staged)
     linears = result.record["linears"]
     result.record["warnings"] = [*warnings, *unsmoothed(layer, smoothed), *result.record["warnings"]]
     result.record["warnings"] += unseen(layer, linears)
-    if _is_unread(job, layer):
-        staged.close()
-    elif feedback.tuned:
-        staged.rerun(running)
-    else:
-        staged.advance()
+    if feedback.tuned:
+        meter.restart()
+    if not _is_unread(job, layer):
+        staged.rerun(running, meter.watch) if feedback.tuned else staged.advance()
+        return _with_cache(result, meter, keys)
+    staged.close()
+    if feedback.tuned:
+        for _ in _onward(job, layer, running, streams.quantized, meter):
+            passes("calibrate")
+    return _with_cache(result, meter, keys)
+
+
+def _onward(job: Job, layer: Layer, running: DecoderLayer, states: HiddenStates, meter: KvMeter) -> Iterator[int]:
+    """Run the stored layer: over to the next one's states, or no further than what the cache is measured on."""
+    if not _is_unread(job, layer):
+        yield from states.advance(running, attend=meter.watch)
+    elif meter.watch is not None:
+        yield from watched_attention(running, states, meter.watch)
+
+
+def _with_cache(result: LayerResult, meter: KvMeter, keys: KeyFold) -> LayerResult:
+    """The layer's result with what the KV cache adds to it."""
+    record, stored = meter.finish()
+    result.stored.update(stored)
+    if record:
+        result.record["kv"] = record | ({} if keys.spread is None else {"smoothed": keys.spread})
+    result.record["warnings"] = [*keys.warnings, *result.record["warnings"]]
     return result
 
 

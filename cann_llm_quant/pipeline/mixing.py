@@ -15,13 +15,14 @@ from cann_llm_quant.checkpoint.base import Checkpoint
 from cann_llm_quant.errors import UsageError
 from cann_llm_quant.models import arch_from_checkpoint
 from cann_llm_quant.models.arch import Arch
+from cann_llm_quant.patterns import compile_pattern
 from cann_llm_quant.pipeline.presets import preset_rules
 from cann_llm_quant.pipeline.request import Event, RunOptions
 from cann_llm_quant.pipeline.sensitivity import SensitivityRequest, measure_sensitivity
 from cann_llm_quant.pipeline.sensitivity_file import ChoiceDamage, Sensitivity, UnitEntry, load_sensitivity
 from cann_llm_quant.pipeline.units import Unit, choices_of, units_of
 from cann_llm_quant.quant.allocation import allocate
-from cann_llm_quant.recipe import DEFAULT_CANDIDATES, Recipe, Rule, compile_pattern, parse_candidate
+from cann_llm_quant.recipe import DEFAULT_CANDIDATES, Recipe, Rule, parse_candidate
 
 MEASURED_SAMPLES = 8
 

@@ -15,16 +15,23 @@ from torch import Tensor
 
 from cann_llm_quant import __version__
 from cann_llm_quant.assignment import Assignment, assign
+from cann_llm_quant.calibrate.kv_ranges import KV_CHANNEL_BYTES
 from cann_llm_quant.checkpoint.base import Checkpoint
+from cann_llm_quant.checkpoint.companion_tokenizer import tokenizer_of
 from cann_llm_quant.device import resolve_device, resolve_dtype
 from cann_llm_quant.errors import UnsupportedError, UsageError
+from cann_llm_quant.export.kv_scales import is_kv_scale
 from cann_llm_quant.export.model_config import json_bytes
+from cann_llm_quant.kv_recipe import KvRecipe
+from cann_llm_quant.kv_spec import kv_schemes
 from cann_llm_quant.models import arch_from_checkpoint, unclaimed
 from cann_llm_quant.models.arch import Arch, Layer
 from cann_llm_quant.pipeline.calibration_text import calibration_windows
 from cann_llm_quant.pipeline.request import BLOCK_ELEMENTS, GIB, Event, RunOptions
+from cann_llm_quant.quant.kv import LayerKv
 from cann_llm_quant.quant.value_sketch import SKETCH_BYTES
 from cann_llm_quant.recipe import Recipe
+from cann_llm_quant.token_classes import sensitive_ids
 
 LIBRARIES = ("torch", "transformers", "safetensors", "gguf")
 
@@ -46,6 +53,7 @@ class Job:
     corpus: dict[str, Any] | None
     dropped: dict[str, str]
     extra: list[str]
+    kv: tuple[LayerKv, ...] | None = None
 
     @property
     def budgets(self) -> tuple[int, int]:
@@ -92,6 +100,9 @@ def prepare(
         tell(Event("prepare", message=f"pattern {pattern} matches {hits} linear{'' if hits == 1 else 's'}"))
     for warning in assignment.warnings:
         tell(Event("prepare", message=warning, warning=True))
+    kv = None if recipe.kv_cache is None else kv_schemes(recipe.kv_cache, arch)
+    if recipe.kv_cache is not None and recipe.kv_cache.sensitive:
+        _tell_sensitive(source, arch, recipe.kv_cache, tell)
     ids, corpus = None, None
     if recipe.needs_calibration:
         ids, corpus = calibration_windows(
@@ -102,7 +113,20 @@ def prepare(
         message = f"{len(extra)} tensors that {arch.model_type} has no place for travel along in float: {extra[0]}"
         tell(Event("prepare", message=message + (" …" if extra[1:] else ""), warning=True))
     job = Job(
-        source, source_name, companions, arch, assignment, recipe, options, device, dtype, ids, corpus, dropped, extra
+        source,
+        source_name,
+        companions,
+        arch,
+        assignment,
+        recipe,
+        options,
+        device,
+        dtype,
+        ids,
+        corpus,
+        dropped,
+        extra,
+        kv,
     )
     estimate = estimate_peak_bytes(job)
     _check_memory(estimate)
@@ -113,6 +137,15 @@ def prepare(
         )
     )
     return job
+
+
+def _tell_sensitive(source: Checkpoint, arch: Arch, wanted: KvRecipe, tell: Callable[[Event], None]) -> None:
+    """Say how many tokens keep their pages in float. Raises UsageError when none would."""
+    found = len(sensitive_ids(tokenizer_of(source), wanted.sensitive))
+    classes = " and ".join(wanted.sensitive)
+    if not found:
+        raise UsageError(f"this model's vocabulary has no token in {classes}; leave out --kv-sensitive")
+    tell(Event("prepare", message=f"{found} of {arch.vocab_size} tokens are {classes}; their pages stay in float"))
 
 
 def _account(arch: Arch, source: Checkpoint) -> tuple[dict[str, str], list[str]]:
@@ -126,6 +159,8 @@ def _account(arch: Arch, source: Checkpoint) -> tuple[dict[str, str], list[str]]
             raise UnsupportedError(f"tensor {name} is {source.tensors[name].dtype}, which safetensors cannot hold")
         elif name == f"{arch.head_module}.weight" and arch.tied_head:
             dropped[name] = "tied to the embedding"
+        elif is_kv_scale(name):
+            dropped[name] = "KV scale of the source; --kv-cache measures new ones"
         else:
             extra.append(name)
     return dropped, extra
@@ -152,6 +187,7 @@ def _layer_bytes(job: Job, layer: Layer) -> int:
     weights = sum(spec.out_features * spec.in_features for spec in layer.linears)
     features = [layer.linear(site.linears[0]).in_features for site in layer.sites]
     largest = max(spec.out_features * spec.in_features for spec in layer.linears)
+    kv = 3 * KV_CHANNEL_BYTES * job.arch.num_kv_heads * job.arch.head_dim if job.kv is not None else 0
     sketches = SKETCH_BYTES * len(layer.sites) if job.recipe.needs_ranges else 0
     grams = 8 * sum(n * n for n in features) if job.recipe.needs_calibration else 0
     copies = 5
@@ -161,7 +197,7 @@ def _layer_bytes(job: Job, layer: Layer) -> int:
         solving = 24 * max(features) ** 2
         grams = max(grams, solving) if job.recipe.smoothing else solving
         copies = 9 + (16 if job.recipe.tuning_steps else 0)
-    return copies * weights + grams + 16 * largest + sketches
+    return copies * weights + grams + 16 * largest + sketches + kv
 
 
 def _activation_bytes(job: Job) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from cann_llm_quant.export.kv_section import KvCache
 from cann_llm_quant.pipeline.expert_counts import ExpertCounts
 
 GIB = 1 << 30
@@ -60,7 +61,7 @@ class QuantizeReport:
     quantized_linears: int
     quantized_parameters: int
     total_parameters: int
-    bits_per_weight: float
+    bits_per_weight: float | None
     source_tensors: int
     kept_tensors: int
     dropped_tensors: dict[str, str]
@@ -73,6 +74,7 @@ class QuantizeReport:
     mean_rtn_error: float | None
     mean_error: float | None
     experts: ExpertCounts | None
+    kv_cache: KvCache | None
     calibration: dict[str, Any] | None
     seconds: float
     peak_memory_bytes: int
@@ -80,4 +82,5 @@ class QuantizeReport:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
-        return asdict(self) | {"output": str(self.output)}
+        cache = None if self.kv_cache is None else self.kv_cache.model_dump(mode="json")
+        return asdict(self) | {"output": str(self.output), "kv_cache": cache}

@@ -1,0 +1,90 @@
+"""The flags of `quantize` for the KV cache; like the others they are None unless they were given."""
+
+from typing import Annotated
+
+import typer
+
+KV = "KV cache"
+
+KvCache = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-cache",
+        metavar="SPEC",
+        help="Formats of keys and values: int8, int4, fp8_e4m3, fp8_e5m2, fp16, bf16 or float, with options such as "
+        "int8-head or 'k=int8-channel v=int4-token'; by layer as 'first 30%: fp8_e5m2, last 30%: fp16'. vLLM and "
+        "transformers know fp8_e4m3 and int8-tensor. [default: float]",
+        rich_help_panel=KV,
+    ),
+]
+KvSinkTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--kv-sink-tokens",
+        metavar="N",
+        help="First tokens of a text whose pages stay in float. [default: 0]",
+        rich_help_panel=KV,
+    ),
+]
+KvRecentTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--kv-recent-tokens",
+        metavar="N",
+        help="Latest tokens whose pages stay in float. [default: 0]",
+        rich_help_panel=KV,
+    ),
+]
+KvSensitive = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-sensitive",
+        metavar="LIST",
+        help="Pages that hold such tokens stay in float: numbers, names or both.",
+        rich_help_panel=KV,
+    ),
+]
+KvHeadroom = Annotated[
+    float | None,
+    typer.Option(
+        "--kv-headroom",
+        metavar="X",
+        help="Reach of stored scales, in units of the range that calibration saw. [default: 1]",
+        rich_help_panel=KV,
+    ),
+]
+KvPercentile = Annotated[
+    float | None,
+    typer.Option(
+        "--kv-percentile",
+        metavar="P",
+        help="Percentage of the values that stored scales reach. [default: 100]",
+        rich_help_panel=KV,
+    ),
+]
+KvScale = Annotated[
+    float | None,
+    typer.Option(
+        "--kv-scale",
+        metavar="S",
+        help="One scale for everything instead of measured ones, such as 1.0.",
+        rich_help_panel=KV,
+    ),
+]
+KvSmooth = Annotated[
+    bool | None,
+    typer.Option(
+        "--kv-smooth/--no-kv-smooth",
+        help="Even out K's channels first, by powers of two folded into q and k. [default: no]",
+        rich_help_panel=KV,
+    ),
+]
+KvPageSize = Annotated[
+    int | None,
+    typer.Option(
+        "--kv-page-size",
+        metavar="16|32|128",
+        help="Tokens of a page, which dynamic scales of channels, heads and tensors belong to. [default: 32]",
+        rich_help_panel=KV,
+    ),
+]

@@ -1,0 +1,98 @@
+"""How a model's KV cache is stored, rebuilt from its files: the plan that the runner and the evaluation work by."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from cann_llm_quant.checkpoint.base import Checkpoint
+from cann_llm_quant.checkpoint.companion_tokenizer import tokenizer_of
+from cann_llm_quant.checkpoint.files import read_bytes
+from cann_llm_quant.errors import CheckpointError, UsageError
+from cann_llm_quant.export.inference_config import FILE_NAME
+from cann_llm_quant.export.kv_scales import applied_scales, parse_scales, stored_scales
+from cann_llm_quant.export.kv_section import SCALES_FILE, KvCache
+from cann_llm_quant.export.native_reader import NativeCheckpoint
+from cann_llm_quant.models import arch_from_checkpoint
+from cann_llm_quant.quant.kv import KvPlan, KvScales, KvScheme, LayerKv
+from cann_llm_quant.token_classes import sensitive_ids
+
+
+def kv_plan(checkpoint: Checkpoint) -> KvPlan:
+    """The plan that a checkpoint's files ask for; everything in the compute dtype where they ask for nothing.
+
+    Raises CheckpointError when the files contradict each other or a scale is missing, damaged or never measured.
+    """
+    num_layers = arch_from_checkpoint(checkpoint).num_layers
+    if isinstance(checkpoint, NativeCheckpoint):
+        return _native_plan(checkpoint, num_layers)
+    scheme = _foreign_scheme(checkpoint)
+    if scheme is None:
+        return KvPlan.plain(num_layers)
+    scales = (KvScales(),) * num_layers if scheme.dynamic else applied_scales(checkpoint, num_layers)
+    return KvPlan((LayerKv(scheme, scheme),) * num_layers, scales)
+
+
+def kv_plan_for(checkpoint: Checkpoint, wanted: Sequence[LayerKv]) -> KvPlan:
+    """A plan in the schemes `wanted`, with the scales that the files have for exactly those.
+
+    Scales beside the weights of a model whose config names no scheme are taken for fp8_e4m3, as vLLM does. Raises
+    UsageError when a scheme needs scales that were never stored.
+    """
+    plan = kv_plan(checkpoint)
+    if not plan.quantizes and stored_scales(_stored(checkpoint)):
+        fp8 = KvScheme("fp8_e4m3")
+        found = applied_scales(_stored(checkpoint), len(plan.layers))
+        plan = KvPlan((LayerKv(fp8, fp8),) * len(plan.layers), found)
+    scales = [
+        KvScales(
+            *((stored.k_scale, stored.k_zero) if new.k == old.k else (None, None)),
+            *((stored.v_scale, stored.v_zero) if new.v == old.v else (None, None)),
+        )
+        for new, old, stored in zip(wanted, plan.layers, plan.scales, strict=True)
+    ]
+    return replace(plan, layers=tuple(wanted), scales=tuple(scales))
+
+
+def _stored(checkpoint: Checkpoint) -> Checkpoint:
+    return checkpoint.inner if isinstance(checkpoint, NativeCheckpoint) else checkpoint
+
+
+def _native_plan(checkpoint: NativeCheckpoint, num_layers: int) -> KvPlan:
+    section = checkpoint.inference.kv_cache
+    if not section.layers:
+        return KvPlan.plain(num_layers)
+    if len(section.layers) != num_layers:
+        raise CheckpointError(
+            f"{checkpoint.path}/{FILE_NAME}: kv_cache has {len(section.layers)} layers, the model {num_layers}"
+        )
+    scales = _native_scales(checkpoint, section, num_layers)
+    sensitive = sensitive_ids(tokenizer_of(checkpoint), section.sensitive) if section.sensitive else frozenset()
+    try:
+        return KvPlan(section.layer_schemes(), scales, section.sink_tokens, section.recent_tokens, sensitive)
+    except UsageError as error:
+        raise CheckpointError(f"{checkpoint.path}/{FILE_NAME}: kv_cache: {error}") from error
+
+
+def _native_scales(checkpoint: NativeCheckpoint, section: KvCache, num_layers: int) -> tuple[KvScales, ...]:
+    if section.scales is None:
+        return (KvScales(),) * num_layers
+    if section.scales == "model":
+        return applied_scales(checkpoint.inner, num_layers, allow_ones=section.given_scale == 1.0)
+    path = checkpoint.path / SCALES_FILE
+    return parse_scales(read_bytes(path), num_layers, str(path))
+
+
+def _foreign_scheme(checkpoint: Checkpoint) -> KvScheme | None:
+    """What the `kv_cache_scheme` of compressed-tensors means. Raises CheckpointError for one that cannot be run."""
+    section = checkpoint.config.get("quantization_config")
+    arguments = section.get("kv_cache_scheme") if isinstance(section, Mapping) else None
+    if arguments is None:
+        return None
+    known: dict[tuple[Any, Any], KvScheme] = {("float", 8): KvScheme("fp8_e4m3"), ("int", 8): KvScheme("int8")}
+    scheme = known.get((arguments.get("type"), arguments.get("num_bits"))) if isinstance(arguments, Mapping) else None
+    if scheme is None or arguments.get("strategy") != "tensor" or arguments.get("symmetric") is False:
+        raise CheckpointError(
+            f"{checkpoint.path}/config.json: kv_cache_scheme {arguments} is none that this version runs; it knows 8 "
+            "bits, symmetric, one scale a tensor"
+        )
+    return replace(scheme, dynamic=arguments.get("dynamic") is True)
