@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -22,6 +22,7 @@ from cann_llm_quant.errors import CannQuantError, UsageError
 from cann_llm_quant.runner.page_table import Move
 
 
+@runtime_checkable
 class PageContents(Protocol):
     """Where the contents of pages come from and go to: `KvStore`."""
 
