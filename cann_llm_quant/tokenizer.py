@@ -154,6 +154,16 @@ def chat_text(
     return text
 
 
+def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, object]]) -> list[int]:
+    """Token ids of a chat up to the assistant's next turn; BOS by the tokenizer's own rule, never twice.
+
+    Raises what `chat_text` does.
+    """
+    text = chat_text(tokenizer, messages, generation_prompt=True)
+    brings_bos = tokenizer.bos_token is not None and text.lstrip().startswith(tokenizer.bos_token)
+    return encode(tokenizer, text, bos=adds_bos(tokenizer) and not brings_bos)
+
+
 def _dated(template: str, today: date) -> str:
     """The template behind a macro that hides transformers' `strftime_now`, which reads the clock.
 

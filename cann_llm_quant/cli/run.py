@@ -79,14 +79,9 @@ def prompt_ids(engine: "LLMEngine", text: str, *, chat: bool) -> list[int]:
 
     Raises CheckpointError when there is no template.
     """
-    from cann_llm_quant.tokenizer import adds_bos, chat_text, encode
+    from cann_llm_quant.tokenizer import chat_ids
 
-    if not chat:
-        return engine.prompt_ids(text)
-    tokenizer = engine.tokenizer
-    rendered = chat_text(tokenizer, [{"role": "user", "content": text}], generation_prompt=True)
-    brings_bos = tokenizer.bos_token is not None and rendered.lstrip().startswith(tokenizer.bos_token)
-    return encode(tokenizer, rendered, bos=adds_bos(tokenizer) and not brings_bos)
+    return chat_ids(engine.tokenizer, [{"role": "user", "content": text}]) if chat else engine.prompt_ids(text)
 
 
 @dataclass(frozen=True)
