@@ -224,16 +224,18 @@ class DecoderModel:
         positions: Int[Tensor, "batch seq"] | None = None,
         attend: Attend | None = None,
         length: int | None = None,
+        rotation: Rotation | None = None,
     ) -> Float[Tensor, "batch seq hidden"]:
         """The last layer's output, before the final norm: what a caller needs that wants logits of few tokens.
 
         `length` is the number of positions of the whole text of which `ids` are a chunk; by default they end it.
+        `rotation` replaces the RoPE of `positions`, where tokens of several texts lie side by side.
         """
         if positions is None:
             positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
         attend = attend or CausalAttend()
         x = embed(self.embedding, ids)
-        turn = rotation_of(self.arch, positions, x.dtype, length)
+        turn = rotation or rotation_of(self.arch, positions, x.dtype, length)
         for layer in self.layers:
             x = layer(x, positions, attend, rotation=turn)
         return x

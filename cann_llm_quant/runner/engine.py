@@ -1,15 +1,16 @@
 """`LLMEngine`: a model, packed or float, that continues texts and gives logits.
 
-One request at a time: the prompt goes through the model in chunks of `PREFILL_CHUNK` tokens into a
-key-value cache, then each sampled token alone. Everything that a request can get wrong is refused before
-the first forward pass.
+Requests share one batch: whoever comes while others run joins them at the next step. Keys and values lie in pages, in
+the precision that the model's KV policy says. Everything that a request can get wrong is refused before the first
+forward pass.
 """
 
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+import weakref
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from types import TracebackType
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -18,60 +19,23 @@ from transformers import PreTrainedTokenizerBase
 
 from cann_llm_quant.device import resolve_device, resolve_dtype
 from cann_llm_quant.errors import RequestError, UsageError
-from cann_llm_quant.models.decoder import DecoderModel, head
-from cann_llm_quant.runner.kv_cache import KVCache
-from cann_llm_quant.runner.sampler import TokenLogprobs, make_generator, sample
+from cann_llm_quant.models.decoder import DecoderModel
+from cann_llm_quant.quant.kv import KvPlan
+from cann_llm_quant.runner.answer import Chunk, Generation
+from cann_llm_quant.runner.batch import Batch, EngineStats
+from cann_llm_quant.runner.options import EngineOptions
+from cann_llm_quant.runner.service import Handle, Service
 from cann_llm_quant.runner.settings import GenerationSettings, check_token_ids
-from cann_llm_quant.runner.stop import StopTexts
-from cann_llm_quant.runner.text_stream import TextStream, byte_tokens
-from cann_llm_quant.runner.weights import LoadedModel, load_packed
+from cann_llm_quant.runner.weights import LoadedModel, load_shared
 from cann_llm_quant.tokenizer import adds_bos, encode
-
-PREFILL_CHUNK = 512
-
-FinishReason = Literal["stop", "length"]
-
-
-@dataclass(frozen=True)
-class Timings:
-    """Seconds for the prompt (up to the first new token) and for the tokens after it."""
-
-    prefill_seconds: float
-    decode_seconds: float
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """One new token and the text that it completes (possibly none).
-
-    The last chunk says why it is the last.
-    """
-
-    token_id: int
-    text: str
-    finish_reason: FinishReason | None = None
-    logprobs: TokenLogprobs | None = None
-
-
-@dataclass(frozen=True)
-class Generation:
-    """A whole answer.
-
-    `token_ids` holds every sampled token, the end token included; its text is not in `text`.
-    """
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason
-    prompt_tokens: int
-    timings: Timings
 
 
 class LLMEngine:
     """Runs one model. `path` is a directory that `quantize` wrote or any float checkpoint that can be opened.
 
-    `revision` is of a hub id; `allow_pickle` admits `.bin` weights. `max_context` lowers the model's own limit.
-    Raises InputError's kinds when the model cannot be used.
+    `kv_cache` replaces the model's own KV policy. The other keywords are the fields of `EngineOptions`. `revision` is
+    of a hub id; `allow_pickle` admits `.bin` weights. Engines of one process that name the same model share its
+    weights. Raises InputError's kinds when the model cannot be used.
     """
 
     def __init__(
@@ -81,13 +45,15 @@ class LLMEngine:
         device: str = "cpu",
         dtype: str = "fp32",
         kernel: str = "auto",
-        max_context: int | None = None,
+        kv_cache: KvPlan | None = None,
         revision: str | None = None,
         allow_pickle: bool = False,
+        **options: Any,
     ) -> None:
+        chosen = _options(options)
         place, precision = resolve_device(device), resolve_dtype(dtype)
-        loaded = load_packed(str(path), place, precision, kernel, revision=revision, allow_pickle=allow_pickle)
-        self._adopt(loaded, max_context)
+        loaded = load_shared(str(path), place, precision, kernel, revision=revision, allow_pickle=allow_pickle)
+        self._adopt(loaded, kv_cache, chosen)
 
     @classmethod
     def from_parts(
@@ -96,67 +62,82 @@ class LLMEngine:
         tokenizer: PreTrainedTokenizerBase,
         *,
         end_ids: frozenset[int] = frozenset(),
-        max_context: int | None = None,
+        kv_cache: KvPlan | None = None,
+        **options: Any,
     ) -> "LLMEngine":
         """An engine over a model that is in memory already."""
         engine = cls.__new__(cls)
-        engine._adopt(LoadedModel(model, tokenizer, end_ids), max_context)
+        engine._adopt(LoadedModel(model, tokenizer, end_ids), kv_cache, _options(options))
         return engine
 
-    def _adopt(self, loaded: LoadedModel, max_context: int | None) -> None:
-        limit = loaded.model.arch.max_positions
-        if max_context is not None and not 1 <= max_context <= limit:
-            raise UsageError(f"max_context {max_context} must lie between 1 and the model's {limit} positions")
+    def _adopt(self, loaded: LoadedModel, plan: KvPlan | None, options: EngineOptions) -> None:
         self.model = loaded.model
         self.tokenizer = loaded.tokenizer
         self.end_ids = loaded.end_ids
-        self.max_context = max_context or limit
+        self.options = options
+        self.kv_plan = plan or loaded.kv_plan or KvPlan.plain(loaded.model.arch.num_layers)
+        batch = Batch(loaded, self.kv_plan, options)
+        self.max_context = batch.limits.max_context
         self._adds_bos = adds_bos(loaded.tokenizer)
-        self._byte_of = byte_tokens(loaded.tokenizer)
+        self._service = Service(batch)
+        self._close = weakref.finalize(self, self._service.close, drain=False)
+
+    def __enter__(self) -> "LLMEngine":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(drain=kind is None)
+
+    def close(self, *, drain: bool = True, timeout: float | None = None) -> None:
+        """Take no more requests, wait for those that run (at most `timeout` seconds) and cancel the rest."""
+        if self._close.detach():
+            self._service.close(drain=drain, timeout=timeout)
+
+    def submit(self, prompt: str | Sequence[int], max_new_tokens: int = 128, **settings: Any) -> Handle:
+        """Queue a request; the keywords are the fields of `GenerationSettings`. May be called from any thread.
+
+        Raises RequestError, which names the field, for what cannot be meant or can never be computed, OverloadedError
+        where the queue is full.
+        """
+        known = {field.name for field in fields(GenerationSettings)}
+        unknown = sorted(settings.keys() - known)
+        if unknown:
+            raise RequestError(
+                unknown[0],
+                f"unknown generation settings {', '.join(unknown)}; known are {', '.join(sorted(known))}",
+            )
+        wanted = GenerationSettings(max_new_tokens=max_new_tokens, **settings)
+        wanted.check_vocabulary(self.model.arch.vocab_size)
+        return self._service.submit(tuple(self.prompt_ids(prompt)), wanted, owner=self)
 
     def generate(self, prompt: str | Sequence[int], max_new_tokens: int = 128, **settings: Any) -> Generation:
-        """Continue a text or token ids; the keywords are the fields of `GenerationSettings`.
-
-        Raises RequestError for a prompt or setting that cannot be, before any work.
-        """
-        started = time.perf_counter()
-        ids = self.prompt_ids(prompt)
-        first = started
-        chunks: list[Chunk] = []
-        for chunk in self.stream(ids, max_new_tokens, **settings):
-            first = first if chunks else time.perf_counter()
-            chunks.append(chunk)
-        reason = chunks[-1].finish_reason
-        assert reason is not None
-        return Generation(
-            text="".join(chunk.text for chunk in chunks),
-            token_ids=tuple(chunk.token_id for chunk in chunks),
-            finish_reason=reason,
-            prompt_tokens=len(ids),
-            timings=Timings(first - started, time.perf_counter() - first),
-        )
+        """Continue a text or token ids, and wait for the whole answer; see `submit`."""
+        return self.submit(prompt, max_new_tokens, **settings).result()
 
     def stream(self, prompt: str | Sequence[int], max_new_tokens: int = 128, **settings: Any) -> Iterator[Chunk]:
         """`generate`, one token at a time; the chunks' texts joined are its text.
 
         Refuses bad requests at once.
         """
-        known = {field.name for field in fields(GenerationSettings)}
-        unknown = sorted(settings.keys() - known)
-        if unknown:
-            raise RequestError(
-                unknown[0], f"unknown generation settings {', '.join(unknown)}; known are {', '.join(sorted(known))}"
-            )
-        wanted = GenerationSettings(max_new_tokens=max_new_tokens, **settings)
-        wanted.check_vocabulary(self.model.arch.vocab_size)
-        ids = self.prompt_ids(prompt)
-        if len(ids) + wanted.max_new_tokens > self.max_context:
-            raise RequestError(
-                "max_new_tokens",
-                f"{len(ids)} prompt tokens and max_new_tokens {wanted.max_new_tokens} exceed the context of "
-                f"{self.max_context}; shorten the prompt or ask for fewer tokens",
-            )
-        return self._stream(ids, wanted)
+        return iter(self.submit(prompt, max_new_tokens, **settings))
+
+    async def generate_async(
+        self, prompt: str | Sequence[int], max_new_tokens: int = 128, **settings: Any
+    ) -> Generation:
+        """`generate` in an event loop; a cancelled task cancels the request."""
+        return await self.submit(prompt, max_new_tokens, **settings).result_async()
+
+    def stream_async(
+        self, prompt: str | Sequence[int], max_new_tokens: int = 128, **settings: Any
+    ) -> AsyncIterator[Chunk]:
+        """`stream` in an event loop."""
+        return aiter(self.submit(prompt, max_new_tokens, **settings))
+
+    def stats(self) -> EngineStats:
+        """Counts of requests, tokens and pages at this moment."""
+        return self._service.stats()
 
     def prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
         """Token ids of a prompt: a text by the tokenizer's own BOS rule, ids as they are, nothing at all as BOS.
@@ -178,7 +159,7 @@ class LLMEngine:
         return [bos]
 
     def logits(self, windows: Int[Tensor, "windows seq"]) -> Iterator[Float[Tensor, "seq vocab"]]:
-        """Each window's logits, one window after another, as evaluation takes them."""
+        """Each window's logits, one window after another, as evaluation takes them; no cache is involved."""
         if windows.shape[1] > self.max_context:
             raise UsageError(f"a window of {windows.shape[1]} tokens exceeds the context of {self.max_context}")
         return (self._window_logits(ids) for ids in windows)
@@ -187,69 +168,10 @@ class LLMEngine:
     def _window_logits(self, ids: Int[Tensor, " seq"]) -> Float[Tensor, "seq vocab"]:
         return self.model(ids[None].to(self.model.embedding.device))[0]
 
-    def _stream(self, ids: list[int], settings: GenerationSettings) -> Iterator[Chunk]:
-        cache = self._new_cache(len(ids) + settings.max_new_tokens)
-        generator = make_generator(settings)
-        text = TextStream(self._decode, ids, self._byte_of)
-        stops = StopTexts(settings.stop, settings.include_stop)
-        ends = self._ends(settings)
-        feed = ids
-        output: list[int] = []
-        for index in range(settings.max_new_tokens):
-            drawn = sample(self._next_logits(feed, cache), settings, generator, ids, output)
-            token = drawn.token_id
-            feed = [token]
-            output.append(token)
-            ended = token in ends
-            last = ended or index + 1 == settings.max_new_tokens
-            piece = "" if ended else text.push(token)
-            shown = stops.push(piece + text.finish() if last else piece)
-            reason: FinishReason | None = "stop" if ended or stops.stopped else "length" if last else None
-            if last and not stops.stopped:
-                shown += stops.finish() + ends.get(token, "")
-            yield Chunk(token, shown, reason, drawn.logprobs)
-            if reason is not None:
-                return
 
-    def _new_cache(self, length: int) -> KVCache:
-        arch, embedding = self.model.arch, self.model.embedding
-        return KVCache(
-            arch.num_layers,
-            1,
-            arch.num_kv_heads,
-            arch.head_dim,
-            length,
-            dtype=embedding.dtype,
-            device=embedding.device,
-        )
-
-    @torch.no_grad()
-    def _next_logits(self, ids: list[int], cache: KVCache) -> Float[Tensor, " vocab"]:
-        """Logits after the last of `ids`, which are appended to the cache; only that token goes through the head.
-
-        Dynamic RoPE takes the length up to the end of `ids` for all of them, so that chunks do not show, as
-        transformers' `generate` does.
-        """
-        device = self.model.embedding.device
-        end = cache.length + len(ids)
-        for start in range(0, len(ids), PREFILL_CHUNK):
-            chunk = torch.tensor([ids[start : start + PREFILL_CHUNK]], device=device)
-            positions = torch.arange(cache.length, cache.length + chunk.shape[1], device=device)[None]
-            hidden = self.model.hidden(chunk, positions, cache, length=end)
-            cache.advance(chunk.shape[1])
-        return head(self.model.arch, self.model.norm, self.model.head_op, hidden[:, -1:])[0, 0]
-
-    def _decode(self, ids: list[int]) -> str:
-        text: str = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return text
-
-    def _ends(self, settings: GenerationSettings) -> dict[int, str]:
-        """Ids that end this request, with the text to show for each.
-
-        Special tokens whose name is a stop text count among them: decoding leaves them out, so no text would match.
-        """
-        ends = dict.fromkeys(settings.stop_ids, "") | ({} if settings.ignore_eos else dict.fromkeys(self.end_ids, ""))
-        for name in self.tokenizer.all_special_tokens:
-            if name in settings.stop:
-                ends[self.tokenizer.convert_tokens_to_ids(name)] = name if settings.include_stop else ""
-        return ends
+def _options(given: dict[str, Any]) -> EngineOptions:
+    known = {field.name for field in fields(EngineOptions)}
+    unknown = sorted(given.keys() - known)
+    if unknown:
+        raise UsageError(f"unknown engine options {', '.join(unknown)}; known are {', '.join(sorted(known))}")
+    return replace(EngineOptions(), **given)

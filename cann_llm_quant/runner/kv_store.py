@@ -9,7 +9,7 @@ with pages behind heads, so that the pages of a sequence, taken in order, are it
 Who owns which page is not known here (see pages.py).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -214,7 +214,7 @@ class KvStore:
         kind, index = self._kind(page)
         return {name: buffer[:, index].clone() for name, buffer in self._buffers(kind)}
 
-    def restore(self, page: int, tensors: dict[str, Tensor]) -> None:
+    def restore(self, page: int, tensors: Mapping[str, Tensor]) -> None:
         """Put back what `dump` returned, into a page of the same kind."""
         kind, index = self._kind(page)
         for name, buffer in self._buffers(kind):

@@ -23,6 +23,7 @@ from cann_llm_quant.runner.page_table import Move
 
 
 @runtime_checkable
+@runtime_checkable
 class PageContents(Protocol):
     """Where the contents of pages come from and go to: `KvStore`."""
 

@@ -16,7 +16,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from cann_llm_quant.models.attention import masked_attention
 from cann_llm_quant.runner.kv_store import KvStore, Selection
-from cann_llm_quant.runner.span_columns import Pattern, Span, SpanColumns
+from cann_llm_quant.runner.span_columns import SpanColumns
+from cann_llm_quant.runner.spans import Pattern, Span
 
 
 @dataclass(frozen=True)

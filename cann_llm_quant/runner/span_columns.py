@@ -16,28 +16,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class Span:
-    """One sequence's new tokens in a step: positions start .. start + count - 1.
-
-    `before` and `after` are its page ids by page number, -1 where no query of the step or later sees the page. `after`
-    covers all its tokens, `before` those before `start`. A page that is sealed only in `after` is sealed by the step; a
-    float page that it had before stays readable during the step and is freed by its owner afterwards.
-    """
-
-    start: int
-    count: int
-    before: tuple[int, ...]
-    after: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Pattern:
-    """Sparse attention: the query at i sees key j <= i when j < first or j > i - window."""
-
-    window: int
-    first: int
+from cann_llm_quant.runner.spans import Pattern, Span
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,9 @@
 """A model for running: linears that are stored packed stay packed, everything else is loaded in the compute dtype."""
 
 import json
+import os
+import threading
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +23,7 @@ from cann_llm_quant.models.decoder import DecoderLayer, DecoderModel, DenseLinea
 from cann_llm_quant.models.lookup import QuantizedLookup
 from cann_llm_quant.models.weights import load_model
 from cann_llm_quant.quant.activations import InputQuantizer
+from cann_llm_quant.quant.kv import KvPlan
 from cann_llm_quant.runner.linear import packed_linear
 from cann_llm_quant.runner.source import open_source
 from cann_llm_quant.runner.stop import end_ids
@@ -28,11 +32,45 @@ from cann_llm_quant.tokenizer import check_vocabulary
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model with its tokenizer and the ids that end a text."""
+    """A model with its tokenizer, the ids that end a text, and the KV policy that its files name (None: none)."""
 
     model: DecoderModel
     tokenizer: PreTrainedTokenizerBase
     end_ids: frozenset[int]
+    kv_plan: KvPlan | None = None
+
+
+_shared: weakref.WeakValueDictionary[tuple[Any, ...], LoadedModel] = weakref.WeakValueDictionary()
+_loading = threading.Lock()
+
+
+def load_shared(
+    path: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    kernel: str = "auto",
+    *,
+    revision: str | None = None,
+    allow_pickle: bool = False,
+) -> LoadedModel:
+    """`load_packed`, or what it gave another engine that still holds it, if no file has changed since."""
+    key = (path, _change_times(path), device, dtype, kernel, revision, allow_pickle)
+    with _loading:
+        loaded = _shared.get(key)
+        if loaded is None:
+            loaded = load_packed(path, device, dtype, kernel, revision=revision, allow_pickle=allow_pickle)
+            _shared[key] = loaded
+        return loaded
+
+
+def _change_times(path: str) -> tuple[tuple[str, int, int], ...]:
+    """Name, size and time of change of every file of a local model; nothing for a hub id."""
+    if not os.path.isdir(path):
+        stat = os.stat(path) if os.path.exists(path) else None
+        return () if stat is None else ((os.path.realpath(path), stat.st_size, stat.st_mtime_ns),)
+    with os.scandir(path) as entries:
+        files = sorted((entry.path, entry.stat()) for entry in entries if entry.is_file())
+    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in files)
 
 
 def load_packed(

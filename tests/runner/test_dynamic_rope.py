@@ -8,9 +8,9 @@ from tiny_models import save_tiny
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from cann_llm_quant.runner import engine as engine_module
+from cann_llm_quant.runner import batch as batch_module
 from cann_llm_quant.runner.engine import LLMEngine
-from cann_llm_quant.runner.sampler import sample
+from cann_llm_quant.runner.sampler import Sampled, sample
 
 TRAINED, FACTOR, STEPS = 32, 8.0, 12
 
@@ -46,13 +46,12 @@ def their_steps(folder: Path, prompt: list[int]) -> tuple[list[int], Tensor]:
 def our_steps(folder: Path, prompt: list[int], chunk: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], Tensor]:
     seen: list[Tensor] = []
 
-    def record(logits: Tensor, *rest: object) -> int:
+    def record(logits: Tensor, *rest: object) -> Sampled:
         seen.append(logits)
         return sample(logits, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(engine_module, "PREFILL_CHUNK", chunk)
-    monkeypatch.setattr(engine_module, "sample", record)
-    tokens = LLMEngine(folder).generate(prompt, STEPS, ignore_eos=True).token_ids
+    monkeypatch.setattr(batch_module, "sample", record)
+    tokens = LLMEngine(folder, max_batch_tokens=chunk).generate(prompt, STEPS, ignore_eos=True).token_ids
     return list(tokens), torch.stack(seen)
 
 

@@ -19,7 +19,6 @@ from cann_llm_quant.evaluate.evaluation import evaluate
 from cann_llm_quant.evaluate.windows import cut_windows
 from cann_llm_quant.models.decoder import DenseLinear
 from cann_llm_quant.quant.scheme import Scheme
-from cann_llm_quant.runner import engine as engine_module
 from cann_llm_quant.runner.engine import Generation, LLMEngine
 from cann_llm_quant.runner.kernels.dequantize import DequantizeLinear
 from cann_llm_quant.runner.kernels.torch_int4 import Int4Linear
@@ -60,11 +59,10 @@ def byte_engine(tmp_path_factory) -> LLMEngine:
 
 @pytest.mark.parametrize(("family", "config"), [("llama", {}), ("qwen2", {}), ("qwen2", WINDOW), ("qwen3", {})])
 @pytest.mark.parametrize("prompt", [PROMPT, [7], list(range(3, 43))])
-def test_greedy_equals_transformers_token_for_token(family, config, prompt, tmp_path, monkeypatch) -> None:
+def test_greedy_equals_transformers_token_for_token(family, config, prompt, tmp_path) -> None:
     """Also a prompt of one token, a prompt cut into chunks, and text past a sliding window."""
-    monkeypatch.setattr(engine_module, "PREFILL_CHUNK", 16)
     folder = save_tiny(tmp_path, family, dtype=torch.float32, **config)
-    generation = LLMEngine(folder).generate(prompt, 30, ignore_eos=True)
+    generation = LLMEngine(folder, max_batch_tokens=16).generate(prompt, 30, ignore_eos=True)
     assert list(generation.token_ids) == transformers_greedy(folder, prompt, 30)
     assert generation.finish_reason == "length"
     assert generation.prompt_tokens == len(prompt)
@@ -237,7 +235,7 @@ def test_c70_an_empty_prompt_is_bos_or_refused(engine, byte_engine) -> None:
 def test_context_limits(engine, folder) -> None:
     exact = engine.generate([3] * 250, 6, ignore_eos=True)
     assert len(exact.token_ids) == 6
-    with pytest.raises(UsageError, match="max_new_tokens 7"):
+    with pytest.raises(UsageError, match="7 new ones exceed the context of 256"):
         engine.generate([3] * 250, 7)
     small = LLMEngine(folder, max_context=10)
     with pytest.raises(UsageError, match="context of 10"):
