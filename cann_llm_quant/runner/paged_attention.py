@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -22,15 +22,15 @@ from cann_llm_quant.runner.spans import Pattern, Span
 
 @dataclass(frozen=True)
 class _Reading:
-    """How a span reads its keys under one window: pages of the store, how many of their tokens, how much of the tail.
+    """How a span reads its keys under one window: pages of the store, then the new tokens from `fresh` on.
 
-    `keys` is the run of tokens that is seen at all; `mask` is None when attention within it is causal, and windowed.
+    `keys` is the run of them that is seen at all; `mask` is None when attention within it is causal, and windowed.
     """
 
     pages: Selection
-    tail_from: int | None
+    fresh: slice | None
     keys: slice
-    mask: Bool[Tensor, "count keys"] | None
+    mask: Bool[Tensor, "1 1 count keys"] | None
 
 
 class _SpanAttend:
@@ -38,16 +38,27 @@ class _SpanAttend:
 
     def __init__(self, store: KvStore, span: Span, recent_pages: int, pattern: Pattern | None) -> None:
         self.store, self.span, self.pattern = store, span, pattern
-        self.columns = SpanColumns(span, store.page_size, recent_pages, store.is_sealed)
-        tail = self.columns.tail
-        known = -(-span.start // store.page_size)
-        homes = self.columns.homes[tail : None if self.columns.homed else known]
-        self._tail_pages = store.select([page for page in homes if page is not None])
-        self._seal_pages = torch.tensor([span.after[n] for n in self.columns.seals], device=store.device)
-        self._seal_index = torch.tensor([n - tail for n in self.columns.seals], device=store.device)
+        self.columns = columns = SpanColumns(span, store.page_size, recent_pages, store.is_sealed)
+        self._first_fresh = columns.fresh * store.page_size - span.start
+        self._homes = store.select([page for n in columns.seals_home if (page := columns.homes[n]) is not None])
+        self._sealed_homes = self._ids([span.after[n] for n in columns.seals_home])
+        self._fresh = self._ids([n - columns.fresh for n in columns.seals_fresh])
+        self._sealed_fresh = self._ids([span.after[n] for n in columns.seals_fresh])
         self._readings: dict[int | None, _Reading] = {}
 
-    def __call__(
+    def _ids(self, numbers: list[int]) -> Int[Tensor, "count"]:
+        return torch.tensor(numbers, dtype=torch.int64, device=self.store.device)
+
+    def seal(self, layer: int, k: Float[Tensor, "kv count dim"], v: Float[Tensor, "kv count dim"]) -> None:
+        """Encode the pages that the step completes; their new tokens are in their homes already."""
+        if self.columns.seals_home:
+            pages = [self._pages(x) for x in self.store.read(layer, self._homes)]
+            self.store.seal(layer, self._sealed_homes, *pages)
+        if self.columns.seals_fresh:
+            pages = [self._pages(x[:, self._first_fresh :]).index_select(1, self._fresh) for x in (k, v)]
+            self.store.seal(layer, self._sealed_fresh, *pages)
+
+    def attend(
         self,
         layer: int,
         q: Float[Tensor, "heads count dim"],
@@ -56,55 +67,41 @@ class _SpanAttend:
         scale: float,
         window: int | None,
     ) -> Float[Tensor, "heads count dim"]:
-        """Seal what the step completes, then attend."""
+        """Attention of the span's tokens over their sequence."""
         reading = self._readings.get(window) or self._readings.setdefault(window, self._reading(window))
-        tails = self._tails(layer, k, v) if self.columns.seals or not self.columns.homed else None
-        if tails is not None and self.columns.seals:
-            self.store.seal(layer, self._seal_pages, *(self._whole_pages(tail) for tail in tails))
         keys, values = self.store.read(layer, reading.pages)
-        if tails is not None and reading.tail_from is not None:
-            tails = [tail[:, reading.tail_from :] for tail in tails]
-            keys, values = (torch.cat(parts, 1) for parts in zip((keys, values), tails, strict=True))
-        keys, values = keys[:, reading.keys], values[:, reading.keys]
+        if reading.fresh is not None:
+            keys, values = torch.cat([keys, k[:, reading.fresh]], 1), torch.cat([values, v[:, reading.fresh]], 1)
+        keys, values = keys[None, :, reading.keys], values[None, :, reading.keys]
         if self.span.count == 1:
             return _attend_one(q, keys, values, scale, reading.mask)
         if reading.mask is None:
-            return masked_attention(q[None], keys[None], values[None], scale=scale, window=window)[0]
-        grouped = q.shape[0] != keys.shape[0]
+            return masked_attention(q[None], keys, values, scale=scale, window=window)[0]
+        grouped = q.shape[0] != keys.shape[1]
         return scaled_dot_product_attention(
-            q[None], keys[None], values[None], attn_mask=reading.mask[None, None], scale=scale, enable_gqa=grouped
+            q[None], keys, values, attn_mask=reading.mask, scale=scale, enable_gqa=grouped
         )[0]
 
-    def _tails(self, layer: int, k: Tensor, v: Tensor) -> list[Tensor]:
-        """Keys and values [kv, tokens, dim] from the tail's first position to the last new token, not quantized."""
-        first = self.columns.tail * self.store.page_size
-        old = self.store.read(layer, self._tail_pages)
-        if self.columns.homed:
-            return [tail[:, : self.columns.end - first] for tail in old]
-        return [torch.cat([tail[:, : self.span.start - first], x], 1) for tail, x in zip(old, (k, v), strict=True)]
-
-    def _whole_pages(self, tail: Tensor) -> Tensor:
-        size = self.store.page_size
-        count = tail.shape[1] // size
-        pages = tail[:, : count * size].reshape(tail.shape[0], count, size, tail.shape[2])
-        return pages.index_select(1, self._seal_index)
+    def _pages(self, x: Float[Tensor, "kv tokens dim"]) -> Float[Tensor, "kv pages size dim"]:
+        """Whole pages; what is left over is cut off."""
+        whole = x.shape[1] // self.store.page_size * self.store.page_size
+        return x[:, :whole].reshape(x.shape[0], -1, self.store.page_size, x.shape[2])
 
     def _reading(self, window: int | None) -> _Reading:
-        spot, size, end = self.columns, self.store.page_size, self.columns.end
-        columns = spot.columns(window, self.pattern)
-        in_store = [column.page for column in columns if column.page is not None]
-        pages = self.store.select(in_store)
-        tail_from = None if spot.homed else (columns[len(in_store)].number - spot.tail) * size
+        size, start, span = self.store.page_size, self.span.start, self.columns
+        columns = span.columns(window, self.pattern)
+        pages = self.store.select([column.page for column in columns if column.page is not None])
+        fresh = None if span.fresh > span.last_query else slice(self._first_fresh, None)
+        # all columns are full but the last, which ends with the last new token
+        count = span.end - (span.last_query - len(columns) + 1) * size
         first = columns[0].number
-        # the last column is the page of the last new token, which may not be full
-        count = end - (spot.last_query - len(columns) + 1) * size
         in_a_row = [column.number for column in columns] == list(range(first, first + len(columns)))
-        if self.pattern is None and in_a_row and all(spot.seen_by_all(column) for column in columns):
-            unseen = 0 if window is None else max(0, self.span.start + 1 - window - first * size)
-            return _Reading(pages, tail_from, slice(unseen, count), None)
-        mask = spot.visible(columns, window, self.pattern, self.store.device)
+        if self.pattern is None and in_a_row and all(span.seen_by_all(column) for column in columns):
+            unseen = 0 if window is None else max(0, start + 1 - window - first * size)
+            return _Reading(pages, fresh, slice(unseen, count), None)
+        mask = span.visible(columns, window, self.pattern, self.store.device)[None, None]
         needless = self.span.count == 1 and bool(mask.all())
-        return _Reading(pages, tail_from, slice(0, count), None if needless else mask)
+        return _Reading(pages, fresh, slice(0, count), None if needless else mask)
 
 
 class PagedAttend:
@@ -145,19 +142,20 @@ class PagedAttend:
         self.store.write(layer, self._slots, *stored)
         mixed, start = [], 0
         for span, end in zip(self._spans, self._ends, strict=True):
-            mixed.append(span(layer, q[:, start:end], k[:, start:end], v[:, start:end], scale, window))
+            new_q, new_k, new_v = (x[:, start:end] for x in (q, k, v))
+            span.seal(layer, new_k, new_v)
+            mixed.append(span.attend(layer, new_q, new_k, new_v, scale, window))
             start = end
         return torch.cat(mixed, 1)[None]
 
 
 def _attend_one(
     q: Float[Tensor, "heads 1 dim"],
-    keys: Float[Tensor, "kv keys dim"],
-    values: Float[Tensor, "kv keys dim"],
+    keys: Float[Tensor, "1 kv keys dim"],
+    values: Float[Tensor, "1 kv keys dim"],
     scale: float,
-    mask: Bool[Tensor, "1 keys"] | None,
+    mask: Bool[Tensor, "1 1 1 keys"] | None,
 ) -> Float[Tensor, "heads 1 dim"]:
     """One token's attention; the query heads that share a key head go as rows of one product, keys are not repeated."""
-    rows = q.reshape(1, keys.shape[0], -1, q.shape[2])
-    mask = None if mask is None else mask[None, None]
-    return scaled_dot_product_attention(rows, keys[None], values[None], attn_mask=mask, scale=scale).view_as(q)
+    rows = q.reshape(1, keys.shape[1], -1, q.shape[2])
+    return scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scale).reshape(q.shape)

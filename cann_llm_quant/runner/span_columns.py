@@ -2,11 +2,8 @@
 
 A query in page b reads page q from its sealed copy when q < b - recent_pages and there is one, else from its float
 copy. While a long prompt passes, a page may thus be read in both ways within one step: it is two *columns* then, each
-visible to its own query pages. From page number `tail` on, the step has float copies at hand:
-
-    stored    pages before the tail, read as they lie in `after`
-    resealed  sealed copies of pages of the tail
-    float     the tail: in pages of the store, or, where new tokens never get a float page, the new tokens themselves
+visible to its own query pages. Float copies lie in the store, in a page's *home*; but a page that begins and is sealed
+within the step never gets a home. From the first such page on, float copies are the step's own new tokens.
 """
 
 from collections.abc import Callable
@@ -21,7 +18,7 @@ from cann_llm_quant.runner.spans import Pattern, Span
 
 @dataclass(frozen=True)
 class Column:
-    """One page of keys: its number, the id to read (None: from the tail), and the query pages that see it."""
+    """One page of keys: its number, the id to read (None: from the new tokens), and the query pages that see it."""
 
     number: int
     page: int | None
@@ -30,37 +27,25 @@ class Column:
 
 
 class SpanColumns:
-    """The columns of one span; see the module's docstring."""
+    """The columns of one span; see the module's docstring.
+
+    `homes` are the float pages by page number; from page number `fresh` on, the new tokens themselves are read.
+    """
 
     def __init__(self, span: Span, page_size: int, recent_pages: int, is_sealed: Callable[[int], bool]) -> None:
         self.span, self.size, self.recent = span, page_size, recent_pages
         self.end = span.start + span.count
         self.first_query, self.last_query = span.start // page_size, (self.end - 1) // page_size
-        self.sealed = [is_sealed(page) for page in span.after]
         known = -(-span.start // page_size)
-        #: float page of each page number, None where there is none
-        self.homes: list[int | None] = [None] * (self.last_query + 1)
-        for number in range(self.last_query + 1):
-            for page in (span.before[number] if number < known else -1, span.after[number]):
-                if self.homes[number] is None and page >= 0 and not is_sealed(page):
-                    self.homes[number] = page
-        #: page numbers that the step seals
-        self.seals = [
-            number
-            for number in range(self.last_query + 1)
-            if self.sealed[number] and (number >= known or not is_sealed(span.before[number]))
-        ]
-        self.tail = self._tail(known)
-        #: every float copy lies in the store once the new tokens are written
-        self.homed = None not in self.homes[self.tail :]
-
-    def _tail(self, known: int) -> int:
-        """First page number of which the step needs the float copy, and has it."""
-        wanted = min([self.first_query, self.first_query - self.recent, *self.seals])
-        tail = min(known, self.first_query)
-        while tail > max(wanted, 0) and self.homes[tail - 1] is not None:
-            tail -= 1
-        return tail
+        numbers = range(self.last_query + 1)
+        self.sealed = [is_sealed(span.after[n]) for n in numbers]
+        candidates = (span.before[n] if n < known else span.after[n] for n in numbers)
+        self.homes = [page if page >= 0 and not is_sealed(page) else None for page in candidates]
+        self.fresh = next((n for n in range(known, len(numbers)) if self.homes[n] is None), len(numbers))
+        newly = [n for n in numbers if self.sealed[n] and (n >= known or not is_sealed(span.before[n]))]
+        #: page numbers that the step seals, from their homes and from the new tokens
+        self.seals_home = [n for n in newly if self.homes[n] is not None]
+        self.seals_fresh = [n for n in newly if self.homes[n] is None]
 
     def new_slots(self) -> list[tuple[int, int, int]]:
         """(index among the new tokens, float page, slot) of each new token that has a float page."""
@@ -68,31 +53,23 @@ class SpanColumns:
         return [(i, home, slot) for i, number, slot in places if (home := self.homes[number]) is not None]
 
     def columns(self, window: int | None, pattern: Pattern | None) -> list[Column]:
-        """All columns that some query of the span sees: stored, resealed, float, each in the order of positions."""
-        first, last, after = self.first_query, self.last_query, self.span.after
-        stored = [Column(n, after[n], first, last) for n in range(self.tail) if after[n] >= 0]
-        resealed = [
-            Column(n, after[n], max(first, n + self.recent + 1), last)
-            for n in range(self.tail, last - self.recent)
-            if self.sealed[n]
-        ]
-        floats = [
-            Column(
-                n, self.homes[n] if self.homed else None, first, min(last, n + self.recent) if self.sealed[n] else last
-            )
-            for n in range(self.tail, last + 1)
-        ]
-        columns = [c for c in stored + resealed + floats if self._reached(c, window, pattern)]
-        if not self.homed:
-            # the tail is one run of tokens: a page within it that nobody sees is masked, not left out
-            oldest = min(c.number for c in columns if c.page is None)
-            columns = [c for c in columns if c.page is not None] + floats[oldest - self.tail :]
-        return columns
+        """What some query of the span sees, in the store and then among the new tokens; the last holds the last of them."""
+        columns = [column for n in range(self.last_query + 1) for column in self._copies(n)]
+        reached = [column for column in columns if self._reached(column.number, window, pattern)]
+        return sorted(reached, key=lambda column: column.page is None)
 
-    def _reached(self, column: Column, window: int | None, pattern: Pattern | None) -> bool:
-        number = column.number
-        if column.last_query < self.first_query:
-            return False
+    def _copies(self, n: int) -> list[Column]:
+        first, last, page = self.first_query, self.last_query, self.span.after[n]
+        near = n + self.recent
+        home = None if n >= self.fresh else self.homes[n]
+        if home is None and n < self.fresh:
+            return [Column(n, page, first, last)] if page >= 0 else []
+        if not self.sealed[n]:
+            return [Column(n, home, first, last)] if home is None or page >= 0 else []
+        resealed = [Column(n, page, max(first, near + 1), last)] if near < last else []
+        return [*resealed, Column(n, home, first, min(last, near))] if near >= first else resealed
+
+    def _reached(self, number: int, window: int | None, pattern: Pattern | None) -> bool:
         newest = (number + 1) * self.size - 1
         if window is not None and newest <= self.span.start - window:
             return False
