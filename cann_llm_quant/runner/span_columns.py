@@ -53,7 +53,7 @@ class SpanColumns:
         return [(i, home, slot) for i, number, slot in places if (home := self.homes[number]) is not None]
 
     def columns(self, window: int | None, pattern: Pattern | None) -> list[Column]:
-        """What some query of the span sees, in the store and then among the new tokens; the last holds the last of them."""
+        """What some query of the span sees: from the store, then new tokens. The last token is in the last column."""
         columns = [column for n in range(self.last_query + 1) for column in self._copies(n)]
         reached = [column for column in columns if self._reached(column.number, window, pattern)]
         return sorted(reached, key=lambda column: column.page is None)
