@@ -71,6 +71,7 @@ class LLMEngine:
         return engine
 
     def _adopt(self, loaded: LoadedModel, plan: KvPlan | None, options: EngineOptions) -> None:
+        self._loaded = loaded  # as long as it lives, other engines find it
         self.model = loaded.model
         self.tokenizer = loaded.tokenizer
         self.end_ids = loaded.end_ids
