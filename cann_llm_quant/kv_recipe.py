@@ -270,6 +270,9 @@ class KvRecipe(BaseModel):
             raise ValueError(f"scale, headroom and percentile are for stored scales, which {self.scheme!r} has none of")
         if self.scale is not None and (self.headroom != 1 or self.percentile != 100):
             raise ValueError("a given scale leaves nothing to headroom and percentile; drop one of them")
+        keys = [rule.pair.k for rule in self.spec.rules]
+        if self.smooth and all(one is None or one.dtype in PLAIN or one.strategy == "channel" for one in keys):
+            raise ValueError("smooth is for channels of K that share a scale, as in int8-head; leave it out")
         return self
 
     @property

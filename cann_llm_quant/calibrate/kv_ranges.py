@@ -49,6 +49,8 @@ class ChannelValues:
         if percentile < 100:
             inner_low, inner_high = _quantiles(counts, (100 - percentile) / 200)
             low, high = torch.maximum(low, inner_low), torch.minimum(high, inner_high)
+        if headroom == 1:
+            return low.unsqueeze(1), high.unsqueeze(1)
         middle = torch.where(low == high, low, 0.0) if symmetric else (low + high) / 2
         low, high = middle + (low - middle) * headroom, middle + (high - middle) * headroom
         return low.unsqueeze(1), high.unsqueeze(1)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cann_llm_quant.cli.kv_table import cache_line, cache_report, cache_table
 from cann_llm_quant.cli.options import AllowPickle, Debug, Json, Model, Revision
 from cann_llm_quant.cli.progress import Step, show_progress
 from cann_llm_quant.cli.terminal import Reply, print_facts, printable, size
@@ -88,6 +89,7 @@ def describe(checkpoint: "Checkpoint", damaged: Mapping[str, Damage] | None) -> 
         "path": str(checkpoint.path),
         "architecture": architecture(checkpoint),
         "quantization": quantization(checkpoint.config),
+        "kv_cache": cache_report(checkpoint),
         "tensors": len(infos),
         "bytes": sum(info.nbytes for info in infos),
         "dtypes": bytes_by_dtype(infos),
@@ -191,6 +193,8 @@ def draw(console: "Console", report: Mapping[str, Any], infos: "Iterable[TensorI
         )
     console.print()
     console.print(table)
+    if report["kv_cache"] is not None:
+        cache_table(console, report["kv_cache"])
     for name, damage in report.get("non_finite", {}).items():
         console.print(f"damaged: {printable(name)}: {damage['nan']} NaN, {damage['infinite']} infinite", style="red")
     if report.get("non_finite") == {}:
@@ -205,6 +209,8 @@ def facts(report: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     readable = {names.get(key, key.replace("_", " ")): value for key, value in shape.items()}
     yield "shape", ", ".join(f"{key} {value}" for key, value in readable.items()) or "not stated"
     yield "quantization", quantization_line(report["quantization"])
+    if report["kv_cache"] is not None:
+        yield "kv cache", cache_line(report["kv_cache"])
     yield (
         "weights",
         f"{size(report['bytes'])} in {report['tensors']} tensors: "

@@ -8,7 +8,7 @@ projections, and one `kv_scale` for both. A scale is one number, of shape [] or 
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Literal
 
@@ -22,6 +22,7 @@ from cann_llm_quant.errors import CheckpointError
 from cann_llm_quant.quant.kv import KvScales, KvScheme, LayerKv
 
 Side = Literal["k", "v"]
+_SIDES: tuple[Side, Side] = ("k", "v")
 _ATTENTION = r"(?:^|.*\.)(?:layers|h|blocks)\.(?P<layer>\d+)\.(?:self_attn|attention|attn)\."
 _SPELLINGS = re.compile(
     _ATTENTION + r"(?:(?:attn\.|qkv_proj\.)?(?P<plain>k|v|kv)_scale|(?P<of>k|v)_proj\.(?:output_scale|(?P=of)_scale))$"
@@ -129,18 +130,6 @@ def applied_scales(checkpoint: Checkpoint, num_layers: int, *, allow_ones: bool 
         )
     value = {key: tensor.view(1, 1, 1) for key, (_, tensor) in found.items()}
     return tuple(KvScales(k_scale=value[layer, "k"], v_scale=value[layer, "v"]) for layer in range(num_layers))
-
-
-_SIDES: tuple[Side, Side] = ("k", "v")
-
-
-def scale_table(found: Mapping[tuple[int, Side], tuple[str, Tensor]]) -> list[dict[str, float | int | None]]:
-    """One row a layer: its number and both scales, None where one is missing."""
-    rows = []
-    for layer in sorted({layer for layer, _ in found}):
-        values = {side: found[layer, side][1].item() if (layer, side) in found else None for side in _SIDES}
-        rows.append({"layer": layer, "k_scale": values["k"], "v_scale": values["v"]})
-    return rows
 
 
 def _positive(what: str, scale: Tensor) -> None:
