@@ -26,6 +26,7 @@ from cann_llm_quant.cli.perplexity import perplexity
 from cann_llm_quant.cli.quantize import quantize
 from cann_llm_quant.cli.run import run
 from cann_llm_quant.cli.sensitivity import sensitivity
+from cann_llm_quant.cli.serve import serve
 from cann_llm_quant.cli.terminal import (
     Reply,
     abandon_stdout,
@@ -38,7 +39,7 @@ from cann_llm_quant.cli.terminal import (
 PROGRAM = "cann-llm-quant"
 COMPLETION_VARIABLE = "_CANN_LLM_QUANT_COMPLETE"
 ROOT_OPTIONS = ("--help", "-h", "--version", "--install-completion", "--show-completion")
-COMMANDS = (demo, quantize, perplexity, evaluate, run, inspect, export, sensitivity)
+COMMANDS = (demo, quantize, perplexity, evaluate, run, serve, inspect, export, sensitivity)
 EVERYWHERE = ("--debug", "--json")  # options of every command; they may stand before its name
 
 app = typer.Typer(

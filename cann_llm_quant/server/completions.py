@@ -7,6 +7,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from cann_llm_quant.errors import RequestError
+from cann_llm_quant.runner.sampler import TokenLogprobs
 from cann_llm_quant.server.answer_form import Json, OpenAIForm, finite
 from cann_llm_quant.server.failures import field_names
 from cann_llm_quant.server.jobs import Answer, Piece
@@ -60,10 +61,7 @@ class CompletionForm(OpenAIForm):
         return {"index": index, "text": answer.text, "logprobs": logprobs, "finish_reason": answer.finish_reason}
 
     def _logprobs(self, pieces: Sequence[Piece], offset: int) -> Json | None:
-        """Lists over the tokens; offsets count the characters given out before a token.
-
-        Of alternatives with the same text the likelier one is named.
-        """
+        """Lists over the tokens; offsets count the characters given out before a token."""
         found = [piece.logprobs for piece in pieces if piece.logprobs is not None]
         if not found:
             return None
@@ -71,8 +69,13 @@ class CompletionForm(OpenAIForm):
         return {
             "tokens": [self._texts(piece.token_id) for piece in pieces],
             "token_logprobs": [finite(each.logprob) for each in found],
-            "top_logprobs": [
-                {self._texts(token): finite(value) for token, value in reversed(each.top)} for each in found
-            ],
+            "top_logprobs": [self._alternatives(each) for each in found],
             "text_offset": list(accumulate(lengths[:-1], initial=offset)),
         }
+
+    def _alternatives(self, logprobs: TokenLogprobs) -> dict[str, float]:
+        """By text, the likeliest first; of tokens with the same text the likelier one counts."""
+        named: dict[str, float] = {}
+        for token, value in logprobs.top:
+            named.setdefault(self._texts(token), finite(value))
+        return named
