@@ -1,6 +1,7 @@
 """`demo`: the whole way on the small model inside the package, without a network: quantize, measure, generate.
 
-Every number in its table is measured in this run: the float model beside plain rounding (RTN), AWQ and GPTQ, all at 4 bits.
+Every number in its table is measured in this run: the float model beside plain rounding (RTN), AWQ and GPTQ, all at 4
+bits.
 """
 
 import os
@@ -101,7 +102,7 @@ def try_method(method: str, source: Path, output: Path) -> Trial:
         for model in models:
             stack.enter_context(model.checkpoint)
         rules = TextRules(data=None, window=WINDOW, stride=None, max_windows=WINDOWS, bos="auto")
-        result = measure(models, rules, Compute("cpu", "fp32", GIB))
+        result, _ = measure(models, rules, Compute("cpu", "fp32", GIB))
     return Trial(method, report, result, continuation(output))
 
 

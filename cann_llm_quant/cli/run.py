@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from cann_llm_quant.cli import kv_run_flags as kv
+from cann_llm_quant.cli.kv_run_flags import kv_choice
 from cann_llm_quant.cli.options import AllowPickle, Debug, Device, Dtype, Json, Model, Revision
 from cann_llm_quant.cli.terminal import Reply, abandon_stdout, duration, printable
 from cann_llm_quant.errors import UsageError
 
 if TYPE_CHECKING:
-    from cann_llm_quant.runner.engine import Chunk, LLMEngine
+    from cann_llm_quant.runner.answer import Chunk
+    from cann_llm_quant.runner.engine import LLMEngine
 
 SAMPLING = "Sampling"
 
@@ -44,6 +47,34 @@ def run(
     seed: Annotated[
         int, typer.Option("--seed", metavar="N", help="Same seed, same text.", rich_help_panel=SAMPLING)
     ] = 0,
+    min_p: Annotated[
+        float,
+        typer.Option(
+            "--min-p", metavar="P", help="Keep tokens of at least P times the likeliest's.", rich_help_panel=SAMPLING
+        ),
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float,
+        typer.Option(
+            "--repetition-penalty", metavar="X", help="Above 1: avoid tokens of the text.", rich_help_panel=SAMPLING
+        ),
+    ] = 1.0,
+    presence_penalty: Annotated[
+        float,
+        typer.Option(
+            "--presence-penalty", metavar="X", help="Subtracted from answered tokens' logits.", rich_help_panel=SAMPLING
+        ),
+    ] = 0.0,
+    frequency_penalty: Annotated[
+        float,
+        typer.Option("--frequency-penalty", metavar="X", help="The same for each time.", rich_help_panel=SAMPLING),
+    ] = 0.0,
+    kv_cache: kv.RunKvCache = None,
+    kv_sink_tokens: kv.RunKvSinkTokens = None,
+    kv_recent_tokens: kv.RunKvRecentTokens = None,
+    kv_sensitive: kv.RunKvSensitive = None,
+    page_size: kv.RunPageSize = None,
+    attention_pattern: kv.AttentionPattern = "dense",
     kernel: Annotated[
         Literal["auto", "reference"],
         typer.Option("--kernel", help="auto: torch's int4/int8 operators where they fit; reference: dequantize."),
@@ -61,12 +92,28 @@ def run(
         "temperature": temperature,
         "top_p": top_p,
         "top_k": top_k,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
         "seed": seed,
         "stop": tuple(typed_text(text, "--stop") for text in stop or ()),
     }
     from cann_llm_quant.runner.engine import LLMEngine
 
-    engine = LLMEngine(model, device=device, dtype=dtype, kernel=kernel, revision=revision, allow_pickle=allow_pickle)
+    options: dict[str, Any] = {} if page_size is None else {"page_size": page_size}
+    engine = LLMEngine(
+        model,
+        device=device,
+        dtype=dtype,
+        kernel=kernel,
+        kv_cache=kv_choice(kv_cache, kv_sink_tokens, kv_recent_tokens, kv_sensitive),
+        revision=revision,
+        allow_pickle=allow_pickle,
+        max_batch_size=1,
+        attention_pattern=attention_pattern,
+        **options,
+    )
     ids = prompt_ids(engine, text, chat=chat)
     answer = Answer.of(engine.stream(ids, max_new_tokens, **settings), show=not json)
     Reply(json).result({"model": model, "prompt_tokens": len(ids), **asdict(answer)}, lambda console: console.print())
@@ -103,6 +150,7 @@ class Answer:
         reason = ""
         for chunk in chunks:
             first = first if ids else time.perf_counter()
+            assert chunk.token_id is not None  # nobody else can cancel it
             ids.append(chunk.token_id)
             texts.append(chunk.text)
             reason = chunk.finish_reason or reason

@@ -177,6 +177,18 @@ class KvPlan:
         """Whether any layer stores another format than the compute dtype, which takes sealed pages."""
         return any(layer.k is not None or layer.v is not None for layer in self.layers)
 
+    def labels(self) -> list[str]:
+        """Each layer's formats in words, such as `k int8-channel v int8-token-dynamic`, `float`."""
+        names = [[scheme.label() if scheme else "float" for scheme in (layer.k, layer.v)] for layer in self.layers]
+        return [k if k == v else f"k {k} v {v}" for k, v in names]
+
+    def bits_per_value(self, page_size: int, heads: int, head_dim: int) -> float:
+        """Stored bits per value of a long text's pages, dynamic scales included; the compute dtype counts as 16."""
+        schemes = [scheme for layer in self.layers for scheme in (layer.k, layer.v)]
+        values = heads * page_size * head_dim
+        stored = (values * 16 if s is None else 8 * s.page_bytes(heads, page_size, head_dim) for s in schemes)
+        return sum(stored) / (values * len(schemes))
+
     @staticmethod
     def plain(num_layers: int) -> "KvPlan":
         """Everything in the compute dtype."""

@@ -7,7 +7,7 @@ forward pass.
 
 import weakref
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,9 +23,11 @@ from cann_llm_quant.models.decoder import DecoderModel
 from cann_llm_quant.quant.kv import KvPlan
 from cann_llm_quant.runner.answer import Chunk, Generation
 from cann_llm_quant.runner.batch import Batch, EngineStats
+from cann_llm_quant.runner.kv_policy import KvChoice, resolve_plan
 from cann_llm_quant.runner.options import EngineOptions
 from cann_llm_quant.runner.service import Handle, Service
 from cann_llm_quant.runner.settings import GenerationSettings, check_token_ids
+from cann_llm_quant.runner.source import open_source
 from cann_llm_quant.runner.weights import LoadedModel, load_shared
 from cann_llm_quant.tokenizer import adds_bos, encode
 
@@ -33,9 +35,10 @@ from cann_llm_quant.tokenizer import adds_bos, encode
 class LLMEngine:
     """Runs one model. `path` is a directory that `quantize` wrote or any float checkpoint that can be opened.
 
-    `kv_cache` replaces the model's own KV policy. The other keywords are the fields of `EngineOptions`. `revision` is
-    of a hub id; `allow_pickle` admits `.bin` weights. Engines of one process that name the same model share its
-    weights. Raises InputError's kinds when the model cannot be used.
+    `kv_cache` replaces the model's own KV policy: a SPEC as in kv_recipe.py (`int8`, `float`), or more than that as a
+    `KvChoice`. The other keywords are the fields of `EngineOptions`. `revision` is of a hub id; `allow_pickle` admits
+    `.bin` weights. Engines of one process that name the same model share its weights. Raises InputError's kinds when
+    the model cannot be used.
     """
 
     def __init__(
@@ -45,15 +48,20 @@ class LLMEngine:
         device: str = "cpu",
         dtype: str = "fp32",
         kernel: str = "auto",
-        kv_cache: KvPlan | None = None,
+        kv_cache: str | KvChoice | KvPlan | None = None,
         revision: str | None = None,
         allow_pickle: bool = False,
         **options: Any,
     ) -> None:
-        chosen = _options(options)
+        _check_names(options)
         place, precision = resolve_device(device), resolve_dtype(dtype)
         loaded = load_shared(str(path), place, precision, kernel, revision=revision, allow_pickle=allow_pickle)
-        self._adopt(loaded, kv_cache, chosen)
+        if isinstance(kv_cache, str):
+            kv_cache = KvChoice(kv_cache)
+        if isinstance(kv_cache, KvChoice):
+            with open_source(str(path), revision=revision, allow_pickle=allow_pickle) as checkpoint:
+                kv_cache = resolve_plan(checkpoint, kv_cache, loaded.model.arch.num_layers)
+        self._adopt(loaded, kv_cache, EngineOptions(**{"page_size": loaded.page_size} | options))
 
     @classmethod
     def from_parts(
@@ -67,7 +75,8 @@ class LLMEngine:
     ) -> "LLMEngine":
         """An engine over a model that is in memory already."""
         engine = cls.__new__(cls)
-        engine._adopt(LoadedModel(model, tokenizer, end_ids), kv_cache, _options(options))
+        _check_names(options)
+        engine._adopt(LoadedModel(model, tokenizer, end_ids), kv_cache, EngineOptions(**options))
         return engine
 
     def _adopt(self, loaded: LoadedModel, plan: KvPlan | None, options: EngineOptions) -> None:
@@ -170,9 +179,8 @@ class LLMEngine:
         return self.model(ids[None].to(self.model.embedding.device))[0]
 
 
-def _options(given: dict[str, Any]) -> EngineOptions:
+def _check_names(given: dict[str, Any]) -> None:
     known = {field.name for field in fields(EngineOptions)}
     unknown = sorted(given.keys() - known)
     if unknown:
         raise UsageError(f"unknown engine options {', '.join(unknown)}; known are {', '.join(sorted(known))}")
-    return replace(EngineOptions(), **given)

@@ -13,6 +13,7 @@ import torch
 from cann_llm_quant.errors import UsageError
 from cann_llm_quant.models.arch import Arch
 from cann_llm_quant.quant.kv import KvPlan
+from cann_llm_quant.runner.kv_policy import DEFAULT_PAGE_SIZE
 from cann_llm_quant.runner.kv_store import page_bytes
 from cann_llm_quant.runner.page_policy import PAGE_SIZES, PagePolicy
 from cann_llm_quant.runner.pattern import parse_pattern, widest_window
@@ -37,7 +38,7 @@ class EngineOptions:
     max_waiting: int = 1024
     max_context: int | None = None
     gather_ms: float = 0.0
-    page_size: int = 16
+    page_size: int = DEFAULT_PAGE_SIZE
     kv_pages: int | None = None
     memory_budget: int | None = None
     prefix_cache: bool = True

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from cann_llm_quant.checkpoint import Checkpoint
 from cann_llm_quant.checkpoint.companion_tokenizer import tokenizer_of
 from cann_llm_quant.errors import CheckpointError
+from cann_llm_quant.export.kv_cache import kv_plan
 from cann_llm_quant.export.native_inputs import input_quantizers
 from cann_llm_quant.export.native_reader import NativeCheckpoint
 from cann_llm_quant.models import arch_from_checkpoint
@@ -24,6 +25,7 @@ from cann_llm_quant.models.lookup import QuantizedLookup
 from cann_llm_quant.models.weights import load_model
 from cann_llm_quant.quant.activations import InputQuantizer
 from cann_llm_quant.quant.kv import KvPlan
+from cann_llm_quant.runner.kv_policy import DEFAULT_PAGE_SIZE, stored_page_size
 from cann_llm_quant.runner.linear import packed_linear
 from cann_llm_quant.runner.source import open_source
 from cann_llm_quant.runner.stop import end_ids
@@ -38,6 +40,7 @@ class LoadedModel:
     tokenizer: PreTrainedTokenizerBase
     end_ids: frozenset[int]
     kv_plan: KvPlan | None = None
+    page_size: int = DEFAULT_PAGE_SIZE
 
 
 _shared: weakref.WeakValueDictionary[tuple[Any, ...], LoadedModel] = weakref.WeakValueDictionary()
@@ -96,7 +99,7 @@ def load_packed(
             model = _PackedLoader(checkpoint, arch, device, dtype, kernel, inputs).model()
         else:
             model = load_model(checkpoint, arch, device, dtype)
-    return LoadedModel(model, tokenizer, ends)
+        return LoadedModel(model, tokenizer, ends, kv_plan(checkpoint), stored_page_size(checkpoint))
 
 
 def _generation_config(checkpoint: Checkpoint) -> Mapping[str, Any]:

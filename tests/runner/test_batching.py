@@ -3,6 +3,7 @@
 import asyncio
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -88,7 +89,7 @@ def test_c68_a_request_gets_what_it_gets_alone(folder: Path, plan: KvPlan | None
 def test_a_preempted_request_goes_on_as_if_nothing_had_been(folder: Path, preemption: str) -> None:
     asked = prompts(6, seed=2, longest=50)
     alone = [LLMEngine(folder).generate(prompt, 40, ignore_eos=True).token_ids for prompt in asked]
-    options = {"kv_pages": 14, "prefix_cache": False, "host_offload": 1 << 20 if preemption == "swap" else 0}
+    options: dict[str, Any] = {"kv_pages": 14, "prefix_cache": False, "host_offload": 1 << 20 if preemption == "swap" else 0}
     with LLMEngine(folder, preemption=preemption, **options) as engine:
         together = [each.result().token_ids for each in [engine.submit(p, 40, ignore_eos=True) for p in asked]]
         assert engine.stats().preemptions > 0
@@ -257,6 +258,6 @@ def test_a_step_that_cannot_be_computed_ends_its_requests_and_not_the_engine(
         ({"pages": 3}, "unknown engine options pages"),
     ],
 )
-def test_options_that_cannot_be_are_refused(folder: Path, options: dict[str, object], message: str) -> None:
+def test_options_that_cannot_be_are_refused(folder: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        LLMEngine(folder, **options)  # type: ignore[arg-type]
+        LLMEngine(folder, **options)

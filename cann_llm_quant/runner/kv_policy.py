@@ -1,0 +1,62 @@
+"""The KV policy of a run: what the model's files ask for, changed by what the user asks for instead."""
+
+from dataclasses import dataclass, replace
+
+from cann_llm_quant.checkpoint import Checkpoint
+from cann_llm_quant.checkpoint.companion_tokenizer import tokenizer_of
+from cann_llm_quant.errors import UsageError
+from cann_llm_quant.export.kv_cache import kv_plan, kv_plan_for
+from cann_llm_quant.export.native_reader import NativeCheckpoint
+from cann_llm_quant.kv_spec import parse_kv_spec
+from cann_llm_quant.quant.kv import KvPlan
+from cann_llm_quant.token_classes import sensitive_ids
+
+DEFAULT_PAGE_SIZE = 16
+
+
+@dataclass(frozen=True)
+class KvChoice:
+    """What replaces the files' own policy; None leaves it. `scheme` is a SPEC of kv_recipe.py, `float` turns it off."""
+
+    scheme: str | None = None
+    sink_tokens: int | None = None
+    recent_tokens: int | None = None
+    sensitive: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("sink_tokens", "recent_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise UsageError(f"{name} {value} must not be negative")
+
+
+def resolve_plan(checkpoint: Checkpoint, choice: KvChoice, num_layers: int) -> KvPlan:
+    """The plan of a run.
+
+    Raises UsageError for a scheme whose scales were never stored, CheckpointError where files contradict each other.
+    """
+    if choice.scheme is None:
+        plan = kv_plan(checkpoint)
+    else:
+        wanted = parse_kv_spec(choice.scheme, num_layers)
+        try:
+            plan = kv_plan_for(checkpoint, wanted)
+        except UsageError as error:
+            raise UsageError(
+                f"KV cache {choice.scheme!r}: {error} (`quantize --method none --kv-cache ...` stores scales, -dynamic "
+                "needs none)"
+            ) from error
+    if choice.sink_tokens is not None:
+        plan = replace(plan, sink_tokens=choice.sink_tokens)
+    if choice.recent_tokens is not None:
+        plan = replace(plan, recent_tokens=choice.recent_tokens)
+    if choice.sensitive is not None:
+        plan = replace(plan, sensitive=sensitive_ids(tokenizer_of(checkpoint), choice.sensitive))
+    return plan
+
+
+def stored_page_size(checkpoint: Checkpoint) -> int:
+    """The page size that the files' policy was decided on."""
+    if isinstance(checkpoint, NativeCheckpoint) and checkpoint.inference.kv_cache.layers:
+        return checkpoint.inference.kv_cache.page_size
+    return DEFAULT_PAGE_SIZE
