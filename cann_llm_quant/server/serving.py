@@ -67,6 +67,7 @@ class DrainingServer(uvicorn.Server):
             log_level="warning",
             access_log=False,
             server_header=False,
+            proxy_headers=False,
             timeout_graceful_shutdown=FLUSH_SECONDS,
         )
         super().__init__(config)
