@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from cann_llm_quant.cli import kv_run_flags as kv
+from cann_llm_quant.cli.kv_run_flags import kv_choice
 from cann_llm_quant.cli.options import AllowPickle, Debug, Device, Dtype, Json, Model, Revision, parse_size
 from cann_llm_quant.cli.terminal import Reply
 from cann_llm_quant.errors import UsageError
@@ -94,33 +96,27 @@ def serve(
             "--gather-ms", metavar="MS", help="How long an idle engine waits for company.", rich_help_panel=ENGINE
         ),
     ] = 0.0,
-    page_size: Annotated[
-        int, typer.Option("--page-size", metavar="16|32|128", help="Tokens of a page.", rich_help_panel=ENGINE)
-    ] = 16,
+    kv_cache: kv.RunKvCache = None,
+    kv_sink_tokens: kv.RunKvSinkTokens = None,
+    kv_recent_tokens: kv.RunKvRecentTokens = None,
+    kv_sensitive: kv.RunKvSensitive = None,
+    page_size: kv.RunPageSize = None,
+    attention_pattern: kv.AttentionPattern = "dense",
     memory_budget: Annotated[
         str | None,
         typer.Option(
             "--memory-budget",
             metavar="SIZE",
             help="Memory of the KV cache. [default: half of what is free]",
-            rich_help_panel=ENGINE,
+            rich_help_panel=kv.KV,
         ),
     ] = None,
     prefix_cache: Annotated[
         bool,
         typer.Option(
-            "--prefix-cache/--no-prefix-cache", help="Share the pages of equal beginnings.", rich_help_panel=ENGINE
+            "--prefix-cache/--no-prefix-cache", help="Share the pages of equal beginnings.", rich_help_panel=kv.KV
         ),
     ] = True,
-    attention_pattern: Annotated[
-        str,
-        typer.Option(
-            "--attention-pattern",
-            metavar="NAME",
-            help="dense, or such as local_window_256+global_first_last.",
-            rich_help_panel=ENGINE,
-        ),
-    ] = "dense",
     kernel: Annotated[
         Literal["auto", "reference"],
         typer.Option("--kernel", help="auto: torch's int4/int8 operators where they fit; reference: dequantize."),
@@ -144,11 +140,13 @@ def serve(
         "max_batch_tokens": max_batch_tokens,
         "max_waiting": max_waiting,
         "gather_ms": gather_ms,
-        "page_size": page_size,
         "memory_budget": None if memory_budget is None else parse_size(memory_budget),
         "prefix_cache": prefix_cache,
         "attention_pattern": attention_pattern,
+        "kv_cache": kv_choice(kv_cache, kv_sink_tokens, kv_recent_tokens, kv_sensitive),
     }
+    if page_size is not None:
+        options["page_size"] = page_size
     body_bytes = parse_size(max_body)
     from cann_llm_quant.server.serving import open_socket
 
