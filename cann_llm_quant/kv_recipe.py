@@ -2,7 +2,7 @@
 
 Formats are one line of text, the same in a recipe, in `--kv-cache` and for every command that takes them:
 
-    SPEC    = RULE { ("," | ";") RULE }
+    SPEC    = RULE { ("," | ";") RULE }  |  "auto" [ N "%" ]
     RULE    = [ LAYERS ":" ] FORMAT          without LAYERS: all layers that no other rule names; the last rule wins
     LAYERS  = "first" N | "last" N | list    N layers or a share such as 30%; a list of numbers such as 0,3,8-11
     FORMAT  = ONE | "k=" ONE "v=" ONE
@@ -13,7 +13,8 @@ Formats are one line of text, the same in a recipe, in `--kv-cache` and for ever
 `first 30%: fp8_e5m2, last 30%: fp16` leaves the layers between in `float`, the type that the model computes in. Unless
 said otherwise integers have one scale a `channel` for K and a `token` for V, fp8 one a `tensor`; scales are symmetric
 and static (calibrated). `int4` without options is asymmetric and dynamic. Tokens and groups of N channels of a token
-are always dynamic: nothing could be known of them beforehand. Dynamic scales of the others belong to one page.
+are always dynamic: nothing could be known of them beforehand. Dynamic scales of the others belong to one page. `auto`
+measures which formats cost least within a share of the bytes that 16 bits a value take, half of them unless said.
 """
 
 import re
@@ -36,6 +37,7 @@ _STRATEGIES = ("tensor", "head", "channel", "token")
 _ALIASES = {"fp8": "fp8_e4m3"}
 _GROUP = re.compile(r"g([1-9]\d*)")
 _PAIR = re.compile(r"k=(\S+)\s+v=(\S+)")
+_AUTO = re.compile(r"auto(?:\s+(\d+(?:\.\d+)?)\s*%)?")
 _EDGE = re.compile(r"(first|last)\s+(\d+(?:\.\d+)?)\s*(%?)")
 _RANGE = re.compile(r"(\d+)(?:\s*-\s*(\d+))?")
 
@@ -74,18 +76,25 @@ class KvRule:
 
 @dataclass(frozen=True)
 class KvSpec:
-    """A parsed SPEC; see the module's grammar."""
+    """A parsed SPEC; see the module's grammar. `auto` is the share of bytes that a measured choice may take."""
 
     rules: tuple[KvRule, ...]
+    auto: float | None = None
 
     @property
     def calibrated(self) -> bool:
-        """Whether any layer stores scales."""
+        """Whether any layer stores scales, or may come to."""
+        if self.auto is not None:
+            return True
         formats = [one for rule in self.rules for one in (rule.pair.k, rule.pair.v)]
         return any(one is not None and one.calibrated for one in formats)
 
     def layers(self, num_layers: int) -> tuple[KvPair, ...]:
-        """The pair of each layer. Raises UsageError for a rule that names layers the model does not have."""
+        """The pair of each layer. Raises UsageError for a rule that names layers the model does not have, and for
+        `auto`, which only `quantize` can measure.
+        """
+        if self.auto is not None:
+            raise UsageError("the KV cache auto is measured by quantize, which stores what it chose; name formats here")
         default = [rule.pair for rule in self.rules if rule.layers is None]
         pairs = [default[-1] if default else KvPair()] * num_layers
         for rule in self.rules:
@@ -96,6 +105,12 @@ class KvSpec:
 
 def parse_rules(text: str) -> KvSpec:
     """The rules of a SPEC. Raises UsageError that names the part which is wrong."""
+    auto = _AUTO.fullmatch(text.strip().lower())
+    if auto is not None:
+        share = float(auto[1] or 50)
+        if not 0 < share <= 100:
+            raise UsageError(f"{text!r} is no share of the bytes; write auto 50%")
+        return KvSpec((), share / 100)
     parts = _parts(text)
     if not parts:
         raise UsageError("a KV cache format is missing; write int8, or first 30%: fp8_e5m2, last 30%: fp16")
@@ -265,13 +280,19 @@ class KvRecipe(BaseModel):
     @model_validator(mode="after")
     def _used(self) -> "KvRecipe":
         """Refuse what would do nothing."""
+        if self.spec.auto is not None and self.scale is not None:
+            raise ValueError("auto measures scales, so none can be given; leave out scale")
         static = self.spec.calibrated
         if not static and (self.scale is not None or self.headroom != 1 or self.percentile != 100):
             raise ValueError(f"scale, headroom and percentile are for stored scales, which {self.scheme!r} has none of")
         if self.scale is not None and (self.headroom != 1 or self.percentile != 100):
             raise ValueError("a given scale leaves nothing to headroom and percentile; drop one of them")
         keys = [rule.pair.k for rule in self.spec.rules]
-        if self.smooth and all(one is None or one.dtype in PLAIN or one.strategy == "channel" for one in keys):
+        if (
+            self.smooth
+            and self.spec.auto is None
+            and all(one is None or one.dtype in PLAIN or one.strategy == "channel" for one in keys)
+        ):
             raise ValueError("smooth is for channels of K that share a scale, as in int8-head; leave it out")
         return self
 

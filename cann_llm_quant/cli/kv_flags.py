@@ -12,8 +12,9 @@ KvCache = Annotated[
         "--kv-cache",
         metavar="SPEC",
         help="Formats of keys and values: int8, int4, fp8_e4m3, fp8_e5m2, fp16, bf16 or float, with options such as "
-        "int8-head or 'k=int8-channel v=int4-token'; by layer as 'first 30%: fp8_e5m2, last 30%: fp16'. vLLM and "
-        "transformers know fp8_e4m3 and int8-tensor. [default: float]",
+        "int8-head or 'k=int8-channel v=int4-token'; by layer as 'first 30%: fp8_e5m2, last 30%: fp16'; 'auto 50%' "
+        "measures which layers bear which, within that share of 16 bits. vLLM and transformers know fp8_e4m3 and "
+        "int8-tensor. [default: float]",
         rich_help_panel=KV,
     ),
 ]

@@ -7,12 +7,14 @@ Where nothing else asks for that pass (the last layer's output is read by nobody
 from typing import Any
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from cann_llm_quant.calibrate.kv_ranges import ChannelValues, KvWatch
 from cann_llm_quant.errors import CannQuantError, NumericError
 from cann_llm_quant.export.kv_scales import common_scheme, model_tensors
 from cann_llm_quant.export.kv_section import KvCache, KvFormat, KvLayer, KvLayerReport
+from cann_llm_quant.kv_recipe import KvRecipe
 from cann_llm_quant.models.arch import Layer
 from cann_llm_quant.pipeline.prepare import Job
 from cann_llm_quant.quant.kv import KvScales, KvScheme, LayerKv, kv_scale
@@ -68,13 +70,7 @@ class KvMeter:
         elif values is None:
             raise CannQuantError(f"{place}: no cached value was measured, so it has no scale; please report this")
         else:
-            low, high = values.range(
-                _SHARED[scheme.strategy],
-                symmetric=scheme.symmetric,
-                percentile=wanted.percentile,
-                headroom=wanted.headroom,
-            )
-            scale, zero = kv_scale(low, high, scheme)
+            scale, zero = static_scales(scheme, values, wanted)
         record: dict[str, Any] = {
             "scale": _numbers(scale),
             "zero_point": None if zero is None else zero.flatten().tolist(),
@@ -83,6 +79,19 @@ class KvMeter:
             record["largest"] = float(torch.maximum(-values.minimum, values.maximum).max())
             record["clipped"] = values.share_outside(*_reach(scheme, scale, zero))
         return record
+
+
+def static_scales(
+    scheme: KvScheme, values: ChannelValues, wanted: KvRecipe
+) -> tuple[Float[Tensor, "..."], Int[Tensor, "..."] | None]:
+    """Scales, and zero points where the scheme has them, that reach what was seen as far as the recipe wants."""
+    low, high = values.range(
+        _SHARED[scheme.strategy],
+        symmetric=scheme.symmetric,
+        percentile=wanted.percentile,
+        headroom=wanted.headroom,
+    )
+    return kv_scale(low, high, scheme)
 
 
 def is_stored(scheme: KvScheme | None) -> bool:
