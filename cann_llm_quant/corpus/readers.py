@@ -11,6 +11,7 @@ import codecs
 import csv
 import gzip
 import json
+import re
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from cann_llm_quant.corpus.sources import ending
 from cann_llm_quant.errors import CorpusError
 
 LONGEST_CSV_FIELD = 2**30
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 @dataclass(frozen=True)
@@ -86,14 +88,17 @@ def _json_lines(path: Path) -> Iterator[Row]:
 
 def _json_row(text: str, place: str) -> Row:
     try:
-        return _object(json.loads(text), place)
+        row = _object(json.loads(text), place)
     except (ValueError, RecursionError) as error:
         raise CorpusError(f"{place} is not JSON: {error}") from error
+    _require_characters(text, place)
+    return row
 
 
 def _json(path: Path) -> Iterator[Row]:
+    text = read_text(path)
     try:
-        content = json.loads(read_text(path))
+        content = json.loads(text)
     except json.JSONDecodeError as error:
         if error.msg == "Extra data":  # a second value after the first: JSON lines
             yield from _json_lines(path)
@@ -101,6 +106,7 @@ def _json(path: Path) -> Iterator[Row]:
         raise CorpusError(f"{path}:{error.lineno} is not JSON: {error.msg} (column {error.colno})") from error
     except (ValueError, RecursionError) as error:
         raise CorpusError(f"{path} is not JSON: {error}") from error
+    _require_characters(text, str(path))
     if isinstance(content, dict) and isinstance(content.get("data"), list):
         content = content["data"]
     rows = content if isinstance(content, list) else [content]
@@ -112,6 +118,19 @@ def _object(value: object, place: str) -> Row:
     if not isinstance(value, dict):
         raise CorpusError(f'{place} is {type(value).__name__}, not an object with columns such as "text"')
     return Row(place, value)
+
+
+def _require_characters(text: str, place: str) -> None:
+    """JSON can spell half of a surrogate pair, which is no character: neither a tokenizer nor UTF-8 takes it."""
+    if SURROGATE.search(text) is None:
+        return
+    try:
+        json.dumps(json.loads(text), ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        half = error.object[error.start : error.end].encode("unicode_escape").decode("ascii")
+        raise CorpusError(
+            f"{place} holds {half}, half of a surrogate pair and no character: correct the text"
+        ) from error
 
 
 def _csv(path: Path) -> Iterator[Row]:

@@ -125,6 +125,12 @@ def test_c45_columns_found_are_listed(tmp_path: Path) -> None:
         ("a.json", '[{"text": "ok"},\n{]', r"a\.json:2 is not JSON"),
         ("a.json", '["text"]', r"a\.json row 1 is str"),
         ("a.json", '{"text": "ok"}\n{"text": 1', r"a\.json:2 is not JSON"),
+        (
+            "a.jsonl",
+            '{"text": "ok"}\n{"text": "\\ud83d\\ude00 \\ud800"}',
+            r"a\.jsonl:2 holds \\ud800, half of a surrogate pair",
+        ),
+        ("a.json", '[{"text": "\\uDFFF"}]', r"a\.json holds \\udfff, half"),
         ("a.csv", "text,id\nok,1,2\n", r"a\.csv:2 has more fields than the header's 2"),
         ("a.csv", 'text,id\n"open,1\n', r"a\.csv: the row after line 1 is not CSV"),
         ("a.parquet", "PAR1", r"a\.parquet is not a readable parquet file"),
