@@ -111,12 +111,55 @@ def serve(
             rich_help_panel=kv.KV,
         ),
     ] = None,
+    kv_pages: Annotated[
+        int | None,
+        typer.Option(
+            "--kv-pages", metavar="N", help="Pages of the KV cache. [default: what memory holds]", rich_help_panel=kv.KV
+        ),
+    ] = None,
     prefix_cache: Annotated[
         bool,
         typer.Option(
             "--prefix-cache/--no-prefix-cache", help="Share the pages of equal beginnings.", rich_help_panel=kv.KV
         ),
     ] = True,
+    min_prefix_len: Annotated[
+        int,
+        typer.Option("--min-prefix-len", metavar="N", help="Shortest beginning that is shared.", rich_help_panel=kv.KV),
+    ] = 0,
+    eviction: Annotated[
+        Literal["lru", "lfu"],
+        typer.Option(
+            "--eviction", help="Which shared pages go first: least recent, least used.", rich_help_panel=kv.KV
+        ),
+    ] = "lru",
+    preemption: Annotated[
+        Literal["recompute", "swap"],
+        typer.Option(
+            "--preemption",
+            help="When pages run out, the youngest request's are computed again or moved outside.",
+            rich_help_panel=kv.KV,
+        ),
+    ] = "recompute",
+    host_offload: Annotated[
+        str,
+        typer.Option(
+            "--host-offload", metavar="SIZE", help="Host memory for pages moved outside.", rich_help_panel=kv.KV
+        ),
+    ] = "0",
+    disk_offload: Annotated[
+        str,
+        typer.Option("--disk-offload", metavar="SIZE", help="Disk for pages moved outside.", rich_help_panel=kv.KV),
+    ] = "0",
+    offload_folder: Annotated[
+        Path | None,
+        typer.Option(
+            "--offload-folder",
+            metavar="FOLDER",
+            help="Where the disk's part lies. [default: the system's temporary]",
+            rich_help_panel=kv.KV,
+        ),
+    ] = None,
     kernel: Annotated[
         Literal["auto", "reference"],
         typer.Option("--kernel", help="auto: torch's int4/int8 operators where they fit; reference: dequantize."),
@@ -141,7 +184,14 @@ def serve(
         "max_waiting": max_waiting,
         "gather_ms": gather_ms,
         "memory_budget": None if memory_budget is None else parse_size(memory_budget),
+        "kv_pages": kv_pages,
         "prefix_cache": prefix_cache,
+        "min_prefix_len": min_prefix_len,
+        "eviction": eviction,
+        "preemption": preemption,
+        "host_offload": parse_size(host_offload),
+        "disk_offload": parse_size(disk_offload),
+        "offload_folder": offload_folder,
         "attention_pattern": attention_pattern,
         "kv_cache": kv_choice(kv_cache, kv_sink_tokens, kv_recent_tokens, kv_sensitive),
     }
