@@ -76,7 +76,9 @@ class OffloadStore:
     ) -> None:
         self.close()
 
-    def __len__(self) -> int:
+    @property
+    def pages(self) -> int:
+        """How many pages lie here."""
         return len(self._host) + len(self._disk)
 
     def apply(self, moves: Iterable[Move], pages: PageContents) -> None:

@@ -61,7 +61,9 @@ class Outside:
         self._kinds: dict[int, Kind] = {}
         self._last = 0
 
-    def __len__(self) -> int:
+    @property
+    def pages(self) -> int:
+        """How many pages lie outside."""
         return len(self._kinds)
 
     def unpromised(self) -> int:
@@ -97,12 +99,13 @@ class PageTable:
     ) -> None:
         self.pools: dict[Kind, PagePool] = {"sealed": PagePool(0, sealed), "float": PagePool(sealed, floats)}
         self.prefix = prefix
-        self.outside = outside or Outside(0, sealed_bytes=1, float_bytes=1)
+        self._sealed = sealed
+        self.outside = Outside(0, sealed_bytes=1, float_bytes=1) if outside is None else outside
         self._moves: list[Move] = []
 
     def kind(self, page: int) -> Kind:
         """The kind of a page."""
-        return "sealed" if page in self.pools["sealed"] else "float"
+        return "sealed" if page < self._sealed else "float"
 
     def total(self) -> Need:
         """All pages."""
@@ -141,13 +144,13 @@ class PageTable:
         """One holder less for each of a sequence's pages, the last page first."""
         for page in reversed(pages):
             if page != DROPPED:
-                entry = self.prefix.of_page(page) if self.prefix else None
-                rank = self.prefix.rank(entry) if self.prefix and entry else None
+                entry = None if self.prefix is None else self.prefix.of_page(page)
+                rank = None if self.prefix is None or entry is None else self.prefix.rank(entry)
                 self._pool(page).release(page, rank)
 
     def match(self, tokens: Sequence[int]) -> list[Entry]:
         """The cached pages with which `tokens` begin."""
-        return self.prefix.match(tokens) if self.prefix else []
+        return [] if self.prefix is None else self.prefix.match(tokens)
 
     def cost(self, hits: Sequence[Entry]) -> Need:
         """What `take` of these uses up of the pages that are available."""
@@ -231,7 +234,7 @@ class PageTable:
         return self.pools[self.kind(page)]
 
     def _least(self, pool: PagePool) -> Entry:
-        entry = self.prefix.of_page(pool.least()) if self.prefix else None
+        entry = None if self.prefix is None else self.prefix.of_page(pool.least())
         assert entry is not None, "an idle page is not in the prefix cache"
         return entry
 
@@ -268,12 +271,12 @@ class PageTable:
         return page
 
     def _settle(self, entry: Entry, page: int | None = None, handle: int | None = None) -> None:
-        if self.prefix:
+        if self.prefix is not None:
             self.prefix.settle(entry, page=page, handle=handle)
 
     def _forget(self, entry: Entry) -> None:
         """Remove an entry and all below it from the cache, and free the pages of them that nobody holds."""
-        for each in self.prefix.remove(entry) if self.prefix else ():
+        for each in () if self.prefix is None else self.prefix.remove(entry):
             page, handle = each.page, each.handle
             self._settle(each)
             if handle is not None:

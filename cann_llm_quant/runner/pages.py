@@ -25,9 +25,6 @@ class PagePool:
         self._idle: dict[int, Rank] = {}
         self._order: list[tuple[Rank, int]] = []
 
-    def __contains__(self, page: int) -> bool:
-        return self.first <= page < self.first + self.total
-
     @property
     def free(self) -> int:
         """Pages that are nobody's."""

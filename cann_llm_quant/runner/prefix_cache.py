@@ -99,7 +99,9 @@ class PrefixCache:
         self._by_page: dict[int, Entry] = {}
         self._tick = 0
 
-    def __len__(self) -> int:
+    @property
+    def entries(self) -> int:
+        """How many pages are known."""
         return sum(len(bucket) for bucket in self._by_digest.values())
 
     def match(self, tokens: Sequence[int]) -> list[Entry]:

@@ -99,7 +99,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.preemptions = 0
-        self._steps = 0
+        self._turns = 0
         self._work: dict[int, Work] = {}
         self._under_way = False
 
@@ -139,7 +139,6 @@ class Scheduler:
         """The next step; it has to be ended before the next call. Without work there is nothing to do at `now`."""
         assert not self._under_way, "the step before has not been ended"
         self._under_way = True
-        self._steps += 1
         wake = self._gather_until(now)
         if wake is not None:
             return Step(moves=self.table.take_moves(), wake=wake)
@@ -249,7 +248,11 @@ class Scheduler:
             count = min(self._budget(), sequence.remaining)
             if not count or not self._assign(sequence, count):
                 break
-            sequence.turn = self._steps
+            self._to_the_end_of_the_line(sequence)
+
+    def _to_the_end_of_the_line(self, sequence: Sequence) -> None:
+        self._turns += 1
+        sequence.turn = self._turns
 
     def _assign(self, sequence: Sequence, most: int) -> bool:
         """Put up to `most` tokens of a sequence into the step, fewer where pages are short; False: none fit."""
@@ -333,8 +336,8 @@ class Scheduler:
         if not swapped:
             sequence.computed = len(hits) * self.policy.page_size
             sequence.settled = len(hits)
-        if self.table.prefix and sequence.share_prefix:
-            self.table.prefix.count_query(0 if swapped else len(sequence.tokens), [] if swapped else hits)
+            if self.table.prefix is not None and sequence.share_prefix:
+                self.table.prefix.count_query(len(sequence.tokens), hits)
         sequence.block_table = self.table.take(hits, self.policy.dropped(sequence.computed))
         if swapped:
             self.table.drop(sequence.handles[: len(hits)])
@@ -342,7 +345,8 @@ class Scheduler:
             sequence.handles = []
         sequence.published, sequence.entry = len(hits), hits[-1] if hits else None
         self._publish(sequence, sequence.settled)
-        sequence.state, sequence.turn = State.RUNNING, self._steps
+        sequence.state = State.RUNNING
+        self._to_the_end_of_the_line(sequence)
 
     def _publish(self, sequence: Sequence, settled: int) -> None:
         """Note that the first `settled` pages have their final form, and offer the new ones among them for sharing."""

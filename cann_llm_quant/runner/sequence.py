@@ -52,7 +52,7 @@ class Sequence:
     entry: Entry | None = field(default=None, init=False)
     """The last of those."""
     turn: int = field(default=0, init=False)
-    """The step in which it last got a part of its prompt computed."""
+    """Its place in the line of prompts that get a part computed."""
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
