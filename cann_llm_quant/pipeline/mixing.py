@@ -2,13 +2,18 @@
 
 `target_bits` is what all linears in play may store on average, scales and zero points included. Linears that the rules
 skip are not in play; those that a rule gives a scheme keep it and count. The others get the candidates that
-`quant/allocation.py` chooses by their damage, one scheme a unit. The result repeats without measuring again: it is the
-recipe that the output stores.
+`quant/allocation.py` chooses by their damage, one scheme a unit; of a unit that the rules skip in part
+the rest keeps the recipe's scheme and counts. Formats of inputs are the recipe's throughout. The result repeats without
+measuring again: it is the recipe that the output stores.
 """
 
+import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+import torch
 
 from cann_llm_quant.assignment import Assignment, assign
 from cann_llm_quant.checkpoint.base import Checkpoint
@@ -16,13 +21,14 @@ from cann_llm_quant.errors import UsageError
 from cann_llm_quant.models import arch_from_checkpoint
 from cann_llm_quant.models.arch import Arch
 from cann_llm_quant.patterns import compile_pattern
+from cann_llm_quant.pipeline.damage import Solver
 from cann_llm_quant.pipeline.presets import preset_rules
 from cann_llm_quant.pipeline.request import Event, RunOptions
 from cann_llm_quant.pipeline.sensitivity import SensitivityRequest, measure_sensitivity
 from cann_llm_quant.pipeline.sensitivity_file import ChoiceDamage, Sensitivity, UnitEntry, load_sensitivity
 from cann_llm_quant.pipeline.units import Unit, choices_of, units_of
 from cann_llm_quant.quant.allocation import allocate
-from cann_llm_quant.recipe import DEFAULT_CANDIDATES, Recipe, Rule, parse_candidate
+from cann_llm_quant.recipe import DEFAULT_CANDIDATES, Recipe, Rule, WeightScheme, parse_candidate
 
 MEASURED_SAMPLES = 8
 
@@ -62,44 +68,99 @@ class Mix:
         )
 
 
+def _with_inputs_of(scheme: WeightScheme, rules: Iterable[Rule]) -> tuple[Rule, ...]:
+    """Rules that say weights alone, with the integer inputs of the recipe's scheme."""
+    if scheme.type != "int" or scheme.activations is None:
+        return tuple(rules)
+    inputs = {"activations": scheme.activations}
+    return tuple(
+        rule if rule.scheme == "skip" else rule.model_copy(update={"scheme": rule.scheme.model_copy(update=inputs)})
+        for rule in rules
+    )
+
+
 def resolve_mix(source: Checkpoint, name: str, recipe: Recipe, options: RunOptions, tell: Tell) -> Recipe:
     """The recipe with `preset`, `target_bits` and `candidates` replaced by rules; unchanged where it has none.
 
     Sensitivity comes from `options.sensitivity` or is measured here. Raises UsageError for a target that the
-    candidates cannot reach, and for a sensitivity file of another model.
+    candidates cannot reach, for a scheme that is none of integers, and for a sensitivity file of another model.
     """
     if recipe.preset is None and recipe.target_bits is None:
         return recipe
     arch, target = arch_from_checkpoint(source), recipe.target_bits
-    first = () if recipe.preset is None else preset_rules(arch, recipe.preset)
+    if target is not None and recipe.scheme.type != "int":
+        raise UsageError(
+            f"--target-bits chooses among integer schemes, not {recipe.scheme.type}; leave out --scheme, or choose one "
+            "that only says how inputs are quantized, such as W4A8"
+        )
+    first = () if recipe.preset is None else _with_inputs_of(recipe.scheme, preset_rules(arch, recipe.preset))
     recipe = recipe.model_copy(update={"rules": first + recipe.rules, "preset": None, "target_bits": None})
     if target is None:
         return recipe
-    found = _sensitivity(source, name, recipe, options, tell)
+    found = _sensitivity(source, arch, name, recipe, options, tell)
     assignment = assign(arch, recipe, allow_empty_pattern=options.allow_empty_pattern)
     mix = _allocate(arch, recipe, found, assignment, target)
     for sentence in _description(mix, found):
         tell(Event("prepare", message=sentence))
-    return recipe.model_copy(update={"rules": mix.rules() + recipe.rules, "candidates": None})
+    return recipe.model_copy(
+        update={"rules": _with_inputs_of(recipe.scheme, mix.rules()) + recipe.rules, "candidates": None}
+    )
 
 
-def _sensitivity(source: Checkpoint, name: str, recipe: Recipe, options: RunOptions, tell: Tell) -> Sensitivity:
+def _sensitivity(
+    source: Checkpoint, arch: Arch, name: str, recipe: Recipe, options: RunOptions, tell: Tell
+) -> Sensitivity:
+    solver: Solver = "feedback" if recipe.feedback else "rounding"
     if options.sensitivity is None:
         calibration = recipe.calibration
         few = calibration.model_copy(update={"samples": min(calibration.samples, MEASURED_SAMPLES)})
         request = SensitivityRequest(
             calibration=few,
             candidates=recipe.candidates or DEFAULT_CANDIDATES,
-            solver="feedback" if "gptq" in recipe.method else "rounding",
+            solver=solver,
         )
         return measure_sensitivity(source, name, request, options, tell)
     found = load_sensitivity(options.sensitivity)
     if found.fingerprint != source.fingerprint():
+        rotated = "; it knows no rotation: with --rotate, leave out --sensitivity" if recipe.rotate else ""
         raise UsageError(
             f"sensitivity file {options.sensitivity} was measured on another model ({found.model}); measure this one "
-            "with cann-llm-quant sensitivity"
+            f"with cann-llm-quant sensitivity{rotated}"
         )
+    _require_whole(options.sensitivity, found, source, arch)
+    if found.settings.solver != solver:
+        message = (
+            f"{options.sensitivity} holds damages of {found.settings.solver}, but {recipe.method} works by {solver}"
+        )
+        tell(Event("prepare", message=message, warning=True))
     return found
+
+
+def _require_whole(path: Path, found: Sensitivity, source: Checkpoint, arch: Arch) -> None:
+    """The file must speak of this model's units, all of them, by schemes that exist. Raises UsageError."""
+    expected = {unit.name: unit for unit in units_of(arch)}
+    names = [entry.name for entry in found.units]
+    wrong = "" if sorted(names) == sorted(expected) else "other units than the model has"
+    for entry in found.units if not wrong else ():
+        unit = expected[entry.name]
+        storage = source.tensors[f"{unit.modules[0]}.weight"].dtype
+        if entry.modules != unit.modules or entry.weights != unit.weights:
+            wrong = f"a unit {entry.name} that is not the model's"
+        elif not _is_stored(unit, entry, storage):
+            wrong = f"schemes of {entry.name} that do not exist or do not take the bits that it says"
+    if wrong:
+        raise UsageError(f"sensitivity file {path} holds {wrong}; measure again with cann-llm-quant sensitivity")
+
+
+def _is_stored(unit: Unit, entry: UnitEntry, storage: torch.dtype) -> bool:
+    """Whether the entry has schemes, and each takes the bits that it gives."""
+    try:
+        choices = choices_of(unit, entry.choices)
+    except ValueError:
+        return False
+    bits = {name: choice.stored_bits(unit, storage) for name, choice in choices.items()}
+    told = {name: choice.bits for name, choice in entry.choices.items()}
+    return bool(told) and bits == told and entry.float_bits == unit.weights * storage.itemsize * 8
 
 
 def _allocate(arch: Arch, recipe: Recipe, found: Sensitivity, assignment: Assignment, target: float) -> Mix:
@@ -127,16 +188,15 @@ def _in_play(
     free: list[UnitEntry] = []
     budget = 0.0
     for unit in found.units:
-        if any(module in assignment.kept for module in unit.modules):
-            continue
-        budget += target * unit.weights
-        if any(matches(module) for matches in ruled for module in unit.modules):
-            for module in unit.modules:
-                out, columns = sizes[module]
-                scale_bits = 32 if unit.float_bits > 16 * unit.weights else 16
-                budget -= assignment.schemes[module].bits_per_weight(out, columns, scale_bits) * out * columns
-        else:
+        modules = [module for module in unit.modules if module not in assignment.kept]
+        budget += target * sum(math.prod(sizes[module]) for module in modules)
+        if len(modules) == len(unit.modules) and not any(matches(m) for matches in ruled for m in modules):
             free.append(unit)
+            continue
+        scale_bits = 32 if unit.float_bits > 16 * unit.weights else 16
+        for module in modules:
+            bits = assignment.schemes[module].bits_per_weight(*sizes[module], scale_bits)
+            budget -= bits * math.prod(sizes[module])
     return free, int(budget)
 
 

@@ -32,7 +32,9 @@ def text(tmp_path: Path) -> Path:
 
 
 def measure(model: Path, text: Path, file: Path, candidates: tuple[str, ...] = CANDIDATES) -> Sensitivity:
-    request = SensitivityRequest(Calibration(data=(str(text),), samples=4, length=32), candidates, measured=4)
+    request = SensitivityRequest(
+        Calibration(data=(str(text),), samples=4, length=32), candidates, "rounding", measured=4
+    )
     with open_checkpoint(str(model)) as source:
         save_sensitivity(measure_sensitivity(source, "tiny", request, RunOptions()), file)
     return load_sensitivity(file)
@@ -125,6 +127,59 @@ def test_rules_take_linears_out_of_play_or_fix_their_bits(tmp_path: Path, text: 
     bits = sum(scheme.bits_per_weight(*sizes[m]) * sizes[m][0] * sizes[m][1] for m, scheme in schemes.items())
     assert bits <= 5.0 * sum(sizes[m][0] * sizes[m][1] for m in schemes)
     assert {scheme.dtype for m, scheme in schemes.items() if "attn" in m} <= {"int3", "int4"}
+
+
+def test_formats_of_inputs_stay_in_a_mix_and_under_a_preset(tmp_path: Path, text: Path) -> None:
+    model, file = save_tiny(tmp_path / "model"), tmp_path / "s.json"
+    measure(model, text, file)
+    for asked in ({"target_bits": 5.0}, {"preset": "edges-int8"}, {"preset": "attention-fp16-ffn-int8"}):
+        recipe, arch, _ = resolve(model, file, method="rtn", scheme="W4A8", **asked)
+        assignment = assign(arch, recipe)
+        assert set(assignment.activations) == set(assignment.schemes) != set(), asked
+    with pytest.raises(UsageError, match="--target-bits chooses among integer schemes, not nvfp4"):
+        resolve(model, file, method="rtn", scheme="NVFP4", target_bits=5.0)
+
+
+def test_the_rest_of_a_unit_that_rules_skip_in_part_counts(tmp_path: Path, text: Path) -> None:
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    model, file = save_tiny(tmp_path / "model", "mixtral", **sizes), tmp_path / "s.json"
+    measure(model, text, file)
+    rules = (Rule(match=("re:.*experts.0.*",), scheme="skip"),)
+    recipe, arch, _ = resolve(
+        model, file, method="rtn", scheme={"bits": 8, "group_size": -1}, target_bits=7.8, rules=rules
+    )
+    schemes = assign(arch, recipe).schemes
+    shapes = {spec.module: (spec.out_features, spec.in_features) for layer in arch.layers for spec in layer.linears}
+    bits = sum(scheme.bits_per_weight(*shapes[m], 16) * shapes[m][0] * shapes[m][1] for m, scheme in schemes.items())
+    assert {schemes[m].dtype for m in schemes if "experts.1" in m} == {"int8"}
+    assert bits <= 7.8 * sum(shapes[m][0] * shapes[m][1] for m in schemes)
+
+
+def test_a_changed_or_shortened_file_is_refused_and_another_solver_warned_of(tmp_path: Path, text: Path) -> None:
+    model, file = save_tiny(tmp_path / "model"), tmp_path / "s.json"
+    whole = measure(model, text, file).document()
+    first, *others = whole["units"]
+    choices = first["choices"]
+    broken: list[tuple[list[Any], str]] = [
+        (others, "holds other units than the model has"),
+        ([first, *whole["units"]], "holds other units"),
+        ([first | {"name": "layers.9.qkv"}, *others], "holds other units"),
+        ([first | {"modules": ["re:.*"]}, *others], "holds a unit layers.0.qkv that is not the model's"),
+        ([first | {"weights": 10**30}, *others], "that is not the model's"),
+        ([first | {"choices": {}}, *others], "holds schemes of layers.0.qkv that do not exist"),
+        ([first | {"choices": {"W9": choices["W8"]}}, *others], "do not exist"),
+        ([first | {"choices": choices | {"W8": choices["W8"] | {"bits": 1}}}, *others], "do not take the bits"),
+        ([first | {"float_bits": 1}, *others], "do not take the bits"),
+    ]
+    for units, message in broken:
+        file.write_text(json.dumps(whole | {"units": units}), encoding="utf-8")
+        with pytest.raises(UsageError, match=message):
+            resolve(model, file, method="rtn", target_bits=5.0)
+    file.write_text(json.dumps(whole), encoding="utf-8")
+    _, _, said = resolve(model, file, method="gptq", target_bits=5.0)
+    assert any("holds damages of rounding, but gptq works by feedback" in message for message in said)
+    _, _, said = resolve(model, file, method="rtn", target_bits=5.0)
+    assert not any("holds damages" in message for message in said)
 
 
 def test_what_cannot_be_reached_or_read_is_one_sentence(tmp_path: Path, text: Path) -> None:
