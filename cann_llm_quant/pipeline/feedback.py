@@ -20,7 +20,7 @@ from cann_llm_quant.models.quantized_input import QuantizedInputLinear
 from cann_llm_quant.pipeline.input_ranges import inputs_of_sites, range_observer, sites_with_ranges
 from cann_llm_quant.pipeline.layer import LayerResult, linear_entry
 from cann_llm_quant.pipeline.layer_tensors import layer_schemes, storage_dtypes
-from cann_llm_quant.pipeline.linear import SolvedLinear
+from cann_llm_quant.pipeline.linear import SolvedLinear, fused_amax
 from cann_llm_quant.pipeline.measure import trusted_moments
 from cann_llm_quant.pipeline.prepare import Job
 from cann_llm_quant.pipeline.site import FloatLinear, solve_site
@@ -44,6 +44,7 @@ class FeedbackLayer:
     ) -> None:
         self._job, self._layer, self._source, self._smoothed, self._running = job, layer, source, smoothed, running
         self._schemes, self._storage = layer_schemes(job, layer), storage_dtypes(job, layer)
+        self._largest = fused_amax(layer, self._schemes, source)
         self._weights: dict[str, QuantizedTensor] = {}
         self._linears: dict[str, dict[str, Any]] = {}
         self._warnings: tuple[str, ...] = ()
@@ -134,7 +135,8 @@ class FeedbackLayer:
     def _float_linear(self, module: str, site: str, scheme: Scheme) -> FloatLinear:
         name = f"{module}.weight"
         source, folded = self._source[name], self._smoothed.tensors[name]
-        plain = rtn.solve(source, scheme, choose_scale_dtype(source, scheme, self._storage[name]))
+        scale_dtype = choose_scale_dtype(source, scheme, self._storage[name])
+        plain = rtn.solve(source, scheme, scale_dtype, amax=self._largest.get(module))
         error = self._smoothed.fold_error(module, site, plain.dequantize().sub_(source))
         return FloatLinear(folded, error, scheme, choose_scale_dtype(folded, scheme, self._storage[name]))
 

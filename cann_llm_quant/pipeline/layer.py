@@ -52,9 +52,14 @@ def quantize_layer(
     """
     tensors = load()
     site_of = {layer.linear(role).module: site.name for site in layer.sites for role in site.linears}
+    largest = fused_amax(layer, schemes, tensors)
     rtn_errors = {
         module: rounding_error(
-            tensors[f"{module}.weight"], scheme, storage[f"{module}.weight"], statistics.get(site_of[module])
+            tensors[f"{module}.weight"],
+            scheme,
+            storage[f"{module}.weight"],
+            statistics.get(site_of[module]),
+            largest.get(module),
         )
         for module, scheme in schemes.items()
     }

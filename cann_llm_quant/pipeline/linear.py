@@ -82,11 +82,12 @@ def rounding_error(
     scheme: Scheme,
     storage: torch.dtype,
     site: SiteStatistics | SiteMoments | None,
+    amax: float | None = None,
 ) -> float | None:
-    """Relative output error of plain min-max rounding; None without statistics."""
+    """Relative output error of plain min-max rounding, `amax` as in `solve_linear`; None without statistics."""
     if site is None:
         return None
-    rounded = rtn.solve(weight, scheme, choose_scale_dtype(weight, scheme, storage), clip="minmax")
+    rounded = rtn.solve(weight, scheme, choose_scale_dtype(weight, scheme, storage), clip="minmax", amax=amax)
     return _judged(weight, rounded, site, output_error(weight, site.hessian)).error
 
 
