@@ -1,8 +1,8 @@
 """A model whose keys and values are the tokens themselves, to drive the scheduler and check what it hands out.
 
-The next token is a function of the positions and tokens that the last query sees, read from the pages of the span and from
-the step's own tokens. A page that is shared, moved, reused or dropped wrongly therefore changes the text. Every step is
-checked against the contract of `Span` and against the page policy, written out literally.
+The next token is a function of the positions and tokens that the last query sees, read from the pages of the span and
+from the step's own tokens. A page that is shared, moved, reused or dropped wrongly therefore changes the text. Every
+step is checked against the contract of `Span` and against the page policy, written out literally.
 """
 
 from collections import Counter
@@ -137,7 +137,7 @@ class SimulatedEngine:
         return next_token(cells, end - 1, pattern)
 
     def check_forms(self, work: Work) -> None:
-        policy, kind = self.scheduler.policy, self.scheduler.table.kind
+        policy, first_float = self.scheduler.policy, self.scheduler.table.pools["float"].first
         size, end = policy.page_size, work.span.start + work.span.count
         tokens = work.sequence.tokens
         for number, page in enumerate(work.span.after):
@@ -149,9 +149,9 @@ class SimulatedEngine:
             full = (number + 1) * size <= end
             left = number < end // size - (-(-policy.recent_tokens // size))
             if policy.quantizes and full and left and not protected:
-                assert kind(page) == "sealed"
+                assert page < first_float
             elif protected or not policy.quantizes or not full:
-                assert kind(page) == "float"
+                assert page >= first_float
             # else: recent and full; float, unless a prefix hit found it sealed
 
     def check_table(self) -> None:

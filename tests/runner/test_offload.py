@@ -87,14 +87,14 @@ def test_without_a_disk_budget_there_is_no_folder(tmp_path: Path) -> None:
 
 
 def test_errors_name_the_folder_or_the_file(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="nowhere.*name another folder"):
+    with pytest.raises(UsageError, match=r"nowhere.*name another folder"):
         OffloadStore(host_bytes=0, disk_bytes=64, folder=tmp_path / "nowhere")
     with pytest.raises(UsageError, match="must not be negative"):
         OffloadStore(host_bytes=-1)
     with OffloadStore(host_bytes=0, disk_bytes=128, folder=tmp_path) as store:
         store.put(1, page(1))
         next(tmp_path.rglob("*.safetensors")).write_bytes(b"broken")
-        with pytest.raises(CannQuantError, match="page-1.safetensors cannot be read back"):
+        with pytest.raises(CannQuantError, match=r"page-1.safetensors cannot be read back"):
             store.take(1)
 
 

@@ -76,8 +76,8 @@ def test_an_evicted_parent_takes_its_children_along() -> None:
 class PageTableMachine(RuleBasedStateMachine):
     """Texts over two tokens in pages of one token, so that equal beginnings abound.
 
-    The model: a list of holders (text, pages), a list of swapped texts with their handles, and what each page and handle
-    contains, kept up by writing on allocation and by the moves alone.
+    The model: a list of holders (text, pages), a list of swapped texts with their handles, and what each page and
+    handle contains, kept up by writing on allocation and by the moves alone.
     """
 
     @initialize(eviction=st.sampled_from(["lru", "lfu"]), budget=st.sampled_from([0, 3, 8]))
@@ -229,4 +229,4 @@ class PageTableMachine(RuleBasedStateMachine):
 
 
 TestPageTable = PageTableMachine.TestCase
-TestPageTable.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestPageTable.settings = settings(max_examples=20, stateful_step_count=15, deadline=None)
