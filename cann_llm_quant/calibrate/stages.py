@@ -25,7 +25,7 @@ from cann_llm_quant.calibrate.moments import MomentSums, SiteMoments
 from cann_llm_quant.calibrate.state_store import StateStore
 from cann_llm_quant.calibrate.stream import HiddenStates, require_finite
 from cann_llm_quant.models.attention import Attend, CausalAttend
-from cann_llm_quant.models.decoder import DecoderLayer, Observe, ignore, rotation_of
+from cann_llm_quant.models.decoder import DecoderLayer, DenseLinear, Observe, ignore, rotation_of
 
 Measured = dict[str, SiteMoments]
 
@@ -243,6 +243,9 @@ class StagedLayer:
     ) -> Measured:
         """Moments of a site whose one linear writes to the stream."""
         sums, observe = MomentSums(), self._observers(site)
+        linear = self._quantized.layer.linears[site]
+        # The product with the weight is asked for what the bias will not add.
+        bias = linear.bias if isinstance(linear, DenseLinear) else None
         for (y, before), after in zip(inputs, partner, strict=True):
             observe(site, y)
             if site not in self._wanted:
@@ -250,7 +253,8 @@ class StagedLayer:
             elif after is None:
                 sums.add(y, stream=before)
             else:
-                sums.add(y, wanted=after - before, stream=after)
+                wanted = after - before
+                sums.add(y, wanted=wanted if bias is None else wanted - bias, stream=after)
             self.step()
         return _found(site, sums)
 

@@ -23,8 +23,8 @@ CPU = torch.device("cpu")
 class Model:
     """One layer of a tiny model, and states of two streams before it."""
 
-    def __init__(self, folder: Path, family: str, budget: int) -> None:
-        with open_checkpoint(str(save_tiny(folder / "model", family))) as source:
+    def __init__(self, folder: Path, family: str, budget: int, **config: bool) -> None:
+        with open_checkpoint(str(save_tiny(folder / "model", family, **config))) as source:
             self.arch = arch_from_checkpoint(source)
             self.tensors = load_layer(source, self.arch, 0, CPU, torch.float32)
         generator = torch.Generator().manual_seed(0)
@@ -124,6 +124,26 @@ def test_moments_are_the_literal_sums(tmp_path: Path) -> None:
         moments["down"].hessian.double(), (y["down"] * weight).T @ y["down"], rtol=1e-4, atol=1e-5
     )
     assert moments["down"].cross is None
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_streams_that_agree_ask_for_no_correction_biases_or_not(tmp_path: Path, biased: bool) -> None:
+    """A linear adds its own bias: what its weight is to give is the rest."""
+    model = Model(tmp_path, "llama", 1 << 30, attention_bias=biased, mlp_bias=biased)
+    assert ("model.layers.0.mlp.down_proj.bias" in model.tensors) == biased
+    walked, quantized, floats = model.layer(), model.states("states", model.x), model.states("float", model.x)
+    staged = StagedLayer(
+        walked, quantized, model.store(), ["o", "down"], float_layer=model.layer(), float_states=floats
+    )
+    for measured in staged.sites():
+        for site, moments in measured.items():
+            linear = walked.linears[site]
+            assert isinstance(linear, DenseLinear)
+            missing = moments.missing(linear.weight)
+            assert missing is not None
+            wanted = linear.weight.double() @ moments.hessian.double()
+            assert missing.double().norm() < 1e-5 * wanted.norm()
+    staged.close()
 
 
 def test_a_token_counts_relative_to_its_stream() -> None:
