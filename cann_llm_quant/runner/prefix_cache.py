@@ -18,14 +18,11 @@ can a page go while its children are in use, and then they are forgotten with it
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 import xxhash
 
 from cann_llm_quant.errors import UsageError
 from cann_llm_quant.runner.pages import Rank
-
-Eviction = Literal["lru", "lfu"]
 
 
 def _xxh3(data: bytes) -> bytes:
@@ -81,7 +78,7 @@ class PrefixCache:
         page_size: int,
         *,
         min_prefix_len: int = 0,
-        eviction: Eviction = "lru",
+        eviction: str = "lru",
         salt: bytes = b"",
         hash_page: Callable[[bytes], bytes] = _xxh3,
     ) -> None:

@@ -20,7 +20,6 @@ A sequence that could not run even alone is refused by `add`; one that turns out
 from bisect import insort
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from cann_llm_quant.errors import OverloadedError, RequestError, UsageError
 from cann_llm_quant.runner.page_policy import Kind, Need, PagePolicy
@@ -28,8 +27,6 @@ from cann_llm_quant.runner.page_table import Move, PageTable
 from cann_llm_quant.runner.prefix_cache import Entry
 from cann_llm_quant.runner.sequence import Sequence, State
 from cann_llm_quant.runner.spans import DROPPED, Span
-
-Preemption = Literal["recompute", "swap"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +38,7 @@ class Limits:
     max_waiting: int = 1024
     max_context: int = 2048
     gather_seconds: float = 0.0
-    preemption: Preemption = "recompute"
+    preemption: str = "recompute"
 
     def __post_init__(self) -> None:
         for name in ("max_batch_size", "max_waiting", "max_context"):

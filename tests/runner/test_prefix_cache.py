@@ -107,7 +107,7 @@ def test_lru_evicts_the_text_used_longest_ago_from_its_end() -> None:
 def test_lfu_keeps_the_text_used_most_often() -> None:
     texts = {}
     for eviction in ("lru", "lfu"):
-        table = PageTable(sealed=0, floats=6, prefix=PrefixCache(1, eviction=eviction))  # type: ignore[arg-type]
+        table = PageTable(sealed=0, floats=6, prefix=PrefixCache(1, eviction=eviction))
         keep(table, [1, 2, 3])
         keep(table, [1, 2, 3, 3])
         for token in range(10, 16):
@@ -146,4 +146,4 @@ def test_settings_are_checked() -> None:
     with pytest.raises(UsageError, match="min_prefix_len -1"):
         PrefixCache(16, min_prefix_len=-1)
     with pytest.raises(UsageError, match="unknown eviction 'fifo'; known are lru, lfu"):
-        PrefixCache(16, eviction="fifo")  # type: ignore[arg-type]
+        PrefixCache(16, eviction="fifo")
