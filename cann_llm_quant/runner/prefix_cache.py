@@ -18,11 +18,14 @@ can a page go while its children are in use, and then they are forgotten with it
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
 
 import xxhash
 
 from cann_llm_quant.errors import UsageError
 from cann_llm_quant.runner.pages import Rank
+
+Eviction = Literal["lru", "lfu"]
 
 
 def _xxh3(data: bytes) -> bytes:
@@ -84,7 +87,7 @@ class PrefixCache:
     ) -> None:
         if min_prefix_len < 0:
             raise UsageError(f"min_prefix_len {min_prefix_len} must not be negative")
-        if eviction not in ("lru", "lfu"):
+        if eviction not in get_args(Eviction):
             raise UsageError(f"unknown eviction {eviction!r}; known are lru, lfu")
         self.page_size = page_size
         self.min_prefix_len = min_prefix_len

@@ -20,6 +20,7 @@ A sequence that could not run even alone is refused by `add`; one that turns out
 from bisect import insort
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from cann_llm_quant.errors import OverloadedError, RequestError, UsageError
 from cann_llm_quant.runner.page_policy import Kind, Need, PagePolicy
@@ -27,6 +28,8 @@ from cann_llm_quant.runner.page_table import Move, PageTable
 from cann_llm_quant.runner.prefix_cache import Entry
 from cann_llm_quant.runner.sequence import Sequence, State
 from cann_llm_quant.runner.spans import DROPPED, Span
+
+Preemption = Literal["recompute", "swap"]
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class Limits:
             )
         if not 0 <= self.gather_seconds < float("inf"):
             raise UsageError(f"gather_seconds {self.gather_seconds} must be a number of seconds, 0 or more")
-        if self.preemption not in ("recompute", "swap"):
+        if self.preemption not in get_args(Preemption):
             raise UsageError(f"unknown preemption {self.preemption!r}; known are recompute, swap")
 
 
