@@ -69,8 +69,15 @@ def measure_variants(
             done += windows
             step(index, done, total)
     last = arch.num_layers - 1
-    return _divergences(
-        checkpoint, arch, store, variants, windows, device, dtype, lambda heads: step(last, done + heads, total)
+    return divergences(
+        checkpoint,
+        arch,
+        store,
+        [variant.slot for variant in variants],
+        windows=windows,
+        device=device,
+        dtype=dtype,
+        step=lambda heads: step(last, done + heads, total),
     )
 
 
@@ -113,24 +120,29 @@ def _advance(layer: DecoderLayer, index: int, store: StateStore, source: str, ta
         store.put(target, window, y)
 
 
-def _divergences(
+def divergences(
     checkpoint: Checkpoint,
     arch: Arch,
     store: StateStore,
-    variants: Sequence[Variant],
+    slots: Sequence[str],
+    *,
     windows: int,
     device: torch.device,
     dtype: torch.dtype,
     step: Callable[[int], None],
 ) -> list[float]:
+    """KL in nats per token of the final states in each of `slots` against the float model's, which `store` holds too.
+
+    `step` counts windows through the head.
+    """
     outer = load_outer(checkpoint, arch, device, dtype)
     head_op = DenseLinear(outer.head)
-    total, positions = [0.0] * len(variants), 0
+    total, positions = [0.0] * len(slots), 0
     for window in range(windows):
         reference = head(arch, outer.norm, head_op, store.get(slot(arch.num_layers), window))[0]
         positions += len(reference)
-        for number, variant in enumerate(variants):
-            kl, _ = divergence(reference, head(arch, outer.norm, head_op, store.get(variant.slot, window))[0])
+        for number, name in enumerate(slots):
+            kl, _ = divergence(reference, head(arch, outer.norm, head_op, store.get(name, window))[0])
             total[number] += float(kl.sum())
-            step(window * len(variants) + number + 1)
+            step(window * len(slots) + number + 1)
     return [value / max(1, positions) for value in total]

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -13,11 +13,20 @@ Schema = Literal["cann-llm-quant/sensitivity/1"]
 Damage = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-class _Document(BaseModel):
+class Document(BaseModel):
+    """A part of such a file, or the whole."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    def document(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return self.model_dump(mode="json", by_alias=True)
 
-class ChoiceDamage(_Document):
+
+Kind = TypeVar("Kind", bound=Document)
+
+
+class ChoiceDamage(Document):
     """One unit under one scheme: stored bits in all, and KL in nats per token.
 
     `estimate` is of second order, `measured` the true KL with only this unit quantized (null: not measured), `damage`
@@ -30,7 +39,7 @@ class ChoiceDamage(_Document):
     damage: Damage
 
 
-class UnitEntry(_Document):
+class UnitEntry(Document):
     """Linears that share a scheme; `choices` by scheme name, in the order of the candidates."""
 
     name: str
@@ -42,7 +51,7 @@ class UnitEntry(_Document):
     choices: dict[str, ChoiceDamage]
 
 
-class LayerEntry(_Document):
+class LayerEntry(Document):
     """One layer: its units' damage under the first candidate, and what it does to the residual stream.
 
     `cosine` between the layer's input and output, `change` is |output - input| / |input|; means over tokens.
@@ -54,7 +63,7 @@ class LayerEntry(_Document):
     change: float
 
 
-class Agreement(_Document):
+class Agreement(Document):
     """How the estimates stood against measurements, before correction: rank and log-log correlation.
 
     Null with fewer than three measured units. `corrections` multiply the estimates, by kind of unit.
@@ -66,7 +75,7 @@ class Agreement(_Document):
     corrections: dict[str, float]
 
 
-class Settings(_Document):
+class Settings(Document):
     """What the numbers depend on."""
 
     candidates: tuple[str, ...]
@@ -78,7 +87,7 @@ class Settings(_Document):
     calibration: dict[str, Any]
 
 
-class Sensitivity(_Document):
+class Sensitivity(Document):
     """The whole measurement."""
 
     schema_version: Schema = Field(default="cann-llm-quant/sensitivity/1", alias="schema")
@@ -90,12 +99,8 @@ class Sensitivity(_Document):
     units: tuple[UnitEntry, ...]
     layers: tuple[LayerEntry, ...]
 
-    def document(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return self.model_dump(mode="json", by_alias=True)
 
-
-def save_sensitivity(sensitivity: Sensitivity, path: Path) -> None:
+def save_sensitivity(sensitivity: Document, path: Path) -> None:
     """Write the document. Raises UsageError when the file cannot be written."""
     try:
         path.write_text(json.dumps(sensitivity.document(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -108,6 +113,11 @@ def load_sensitivity(path: Path) -> Sensitivity:
 
     Raises UsageError naming the file and the first field that is wrong.
     """
+    return load_document(Sensitivity, path, "measure again with cann-llm-quant sensitivity")
+
+
+def load_document(kind: type[Kind], path: Path, again: str) -> Kind:
+    """Read a document of a kind back; `again` says how to get a good one. Raises UsageError as `load_sensitivity`."""
     try:
         content = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -115,10 +125,8 @@ def load_sensitivity(path: Path) -> Sensitivity:
     except UnicodeDecodeError as error:
         raise UsageError(f"sensitivity file {path} is not UTF-8 text (byte {error.start})") from error
     try:
-        return Sensitivity.model_validate_json(content)
+        return kind.model_validate_json(content)
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"]) or "document"
-        raise UsageError(
-            f"sensitivity file {path}: field {field}: {first['msg']}; measure again with cann-llm-quant sensitivity"
-        ) from error
+        raise UsageError(f"sensitivity file {path}: field {field}: {first['msg']}; {again}") from error
