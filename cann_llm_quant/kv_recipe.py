@@ -261,6 +261,12 @@ class KvRecipe(BaseModel):
     scheme: Annotated[str, BeforeValidator(_joined), AfterValidator(_checked)] = Field(
         default="int8", description="formats of K and V by layer, such as int8 or first 30%: fp8_e5m2, last 30%: fp16"
     )
+    bits: float | None = Field(
+        default=None, gt=0, le=16, description="stored bits per value that auto may take; chooses among the candidates"
+    )
+    candidates: Annotated[tuple[str, ...] | None, BeforeValidator(_listed)] = Field(
+        default=None, description="formats to choose from, such as int8-channel; null: some of 4, 8 and 16 bits"
+    )
     sink_tokens: int = Field(default=0, ge=0, description="first tokens of a text whose pages stay in float")
     recent_tokens: int = Field(default=0, ge=0, description="latest tokens of a text whose pages stay in float")
     sensitive: Annotated[tuple[SensitiveClass, ...], BeforeValidator(_listed)] = Field(
@@ -280,6 +286,10 @@ class KvRecipe(BaseModel):
     @model_validator(mode="after")
     def _used(self) -> "KvRecipe":
         """Refuse what would do nothing."""
+        if self.bits is not None and self.scheme.strip().lower() != "auto":
+            raise ValueError(f"bits are the budget of the scheme auto, not of {self.scheme!r}; drop one of the two")
+        if self.candidates is not None and self.bits is None:
+            raise ValueError("candidates are for auto within a number of bits; add bits")
         if self.spec.auto is not None and self.scale is not None:
             raise ValueError("auto measures scales, so none can be given; leave out scale")
         static = self.spec.calibrated

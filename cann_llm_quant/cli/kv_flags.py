@@ -1,5 +1,6 @@
 """The flags of `quantize` for the KV cache; like the others they are None unless they were given."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -15,6 +16,35 @@ KvCache = Annotated[
         "int8-head or 'k=int8-channel v=int4-token'; by layer as 'first 30%: fp8_e5m2, last 30%: fp16'; 'auto 50%' "
         "measures which layers bear which, within that share of 16 bits. vLLM and transformers know fp8_e4m3 and "
         "int8-tensor. [default: float]",
+        rich_help_panel=KV,
+    ),
+]
+KvBits = Annotated[
+    float | None,
+    typer.Option(
+        "--kv-bits",
+        metavar="B",
+        help="Stored bits per value on average, scales included, for --kv-cache auto: measures the KL of each layer's "
+        "K and V apart and gives each one of the candidates. 8 is half of FP16.",
+        rich_help_panel=KV,
+    ),
+]
+KvCandidates = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-candidates",
+        metavar="LIST",
+        help="Formats to choose from for --kv-bits; the first is measured, others follow from it. "
+        "[default: int4,int4-g32-asym,int8,int8-channel,int8-token,fp8_e4m3,fp16]",
+        rich_help_panel=KV,
+    ),
+]
+KvSensitivityFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--kv-sensitivity",
+        metavar="FILE",
+        help="What cann-llm-quant sensitivity --kv-cache -o has measured, instead of measuring.",
         rich_help_panel=KV,
     ),
 ]

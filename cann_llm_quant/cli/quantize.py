@@ -11,6 +11,7 @@ import typer
 
 from cann_llm_quant.cli import kv_flags as kv
 from cann_llm_quant.cli import quantize_flags as flag
+from cann_llm_quant.cli.kv_sensitivity_table import choice_line
 from cann_llm_quant.cli.kv_table import cache_facts
 from cann_llm_quant.cli.options import AllowPickle, Debug, Json, Revision, parse_size
 from cann_llm_quant.cli.progress import show_progress
@@ -62,6 +63,9 @@ def quantize(
     embedding_bits: flag.EmbeddingBits = None,
     moe_all_experts: flag.MoeAllExperts = None,
     kv_cache: kv.KvCache = None,
+    kv_bits: kv.KvBits = None,
+    kv_candidates: kv.KvCandidates = None,
+    kv_sensitivity: kv.KvSensitivityFile = None,
     kv_sink_tokens: kv.KvSinkTokens = None,
     kv_recent_tokens: kv.KvRecentTokens = None,
     kv_sensitive: kv.KvSensitive = None,
@@ -110,6 +114,8 @@ def quantize(
         "moe_all_experts": moe_all_experts,
         "formats": formats or None,
         "kv_cache": kv_cache,
+        "kv_bits": kv_bits,
+        "kv_candidates": kv_candidates,
         "kv_sink_tokens": kv_sink_tokens,
         "kv_recent_tokens": kv_recent_tokens,
         "kv_sensitive": kv_sensitive,
@@ -122,6 +128,8 @@ def quantize(
     resolved = resolve_recipe(recipe, flags, ignore or ())
     if resolved.target_bits is None and (sensitivity is not None or candidates is not None):
         raise UsageError("--sensitivity and --candidates are for a bit target; add --target-bits B")
+    if kv_sensitivity is not None and (resolved.kv_cache is None or resolved.kv_cache.bits is None):
+        raise UsageError("--kv-sensitivity is for a budget of the KV cache; add --kv-cache auto --kv-bits B")
     if show_recipe:
         shown = {"recipe": resolved.model_dump(mode="json")}
         Reply(json).result(shown, lambda _: typer.echo(resolved.to_json()))
@@ -143,6 +151,7 @@ def quantize(
         overwrite=overwrite,
         tensor_parallel=tensor_parallel,
         sensitivity=sensitivity,
+        kv_sensitivity=kv_sensitivity,
     )
     with show_progress("passes") as progress:
         report = quantize_model(source, folder, resolved, options=options, progress=progress)
@@ -201,6 +210,8 @@ def facts(report: "QuantizeReport") -> Iterable[tuple[str, str]]:
         yield "schemes", ", ".join(f"{scheme} for {count} linears" for scheme, count in report.formats.items())
     if report.kv_cache is not None:
         yield from cache_facts(report.kv_cache)
+    if report.kv_choice is not None:
+        yield "kv choice", choice_line(report.kv_choice)
     yield "size", f"{size(report.output_bytes)} from {size(report.source_bytes)}"
     if report.mean_error is not None and report.mean_rtn_error is not None:
         error, rounding = report.mean_error, report.mean_rtn_error

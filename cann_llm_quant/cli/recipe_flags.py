@@ -36,6 +36,8 @@ FIELDS = {
     "moe_all_experts": ("moe_all_experts",),
     "formats": ("formats",),
     "kv_cache": ("kv_cache", "scheme"),
+    "kv_bits": ("kv_cache", "bits"),
+    "kv_candidates": ("kv_cache", "candidates"),
     "kv_sink_tokens": ("kv_cache", "sink_tokens"),
     "kv_recent_tokens": ("kv_cache", "recent_tokens"),
     "kv_sensitive": ("kv_cache", "sensitive"),

@@ -1,11 +1,13 @@
 """`sensitivity`: which linears and layers lose most under which scheme, as a table and as a file for `quantize`."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cann_llm_quant.cli import kv_flags as kv
+from cann_llm_quant.cli.kv_sensitivity_table import draw_kv
 from cann_llm_quant.cli.options import (
     ActivationBudget,
     AllowPickle,
@@ -26,7 +28,11 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from cann_llm_quant.pipeline.sensitivity_file import Sensitivity, UnitEntry
+    from cann_llm_quant.checkpoint.base import Checkpoint
+    from cann_llm_quant.pipeline.kv_sensitivity_file import KvSensitivity
+    from cann_llm_quant.pipeline.request import Event, RunOptions
+    from cann_llm_quant.pipeline.sensitivity_file import Document, Sensitivity, UnitEntry
+    from cann_llm_quant.recipe import Calibration
 
 TEXT = "Text"
 MEGABYTE_BITS = 8e6
@@ -38,20 +44,31 @@ def sensitivity(
         Path | None,
         typer.Option("-o", "--output", metavar="FILE", help="Write the measurement, for quantize --sensitivity."),
     ] = None,
+    kv_cache: Annotated[
+        bool,
+        typer.Option("--kv-cache", help="Rank the layers' cached keys and values, for quantize --kv-sensitivity."),
+    ] = False,
     schemes: Annotated[
         str | None,
         typer.Option(
             "--schemes",
             metavar="LIST",
             help="Schemes to try; the first ranks. W4g64: 4 bits in groups of 64; W4g64a: asymmetric; W8: one scale a "
-            "row. [default: W4g64,W3g64,W4g128,W4g32,W5g64,W6g64,W8]",
+            "row. [default: W4g64,W3g64,W4g128,W4g32,W5g64,W6g64,W8]. With --kv-cache formats as for quantize, "
+            "[default: int4,int4-g32-asym,int8,int8-channel,int8-token,fp8_e4m3,fp16]",
         ),
     ] = None,
     top: Annotated[int, typer.Option("--top", metavar="K", min=0, help="Units of the ranking to print.")] = 10,
     measure: Annotated[
-        int,
-        typer.Option("--measure", metavar="N", min=0, help="Units to quantize really, one at a time, as a check."),
-    ] = 8,
+        int | None,
+        typer.Option(
+            "--measure",
+            metavar="N",
+            min=0,
+            help="Units to quantize really, one at a time, as a check [default: 8]; with --kv-cache formats of every "
+            "layer's K and V, from which the others follow [default: 1].",
+        ),
+    ] = None,
     rounding: Annotated[
         bool, typer.Option("--rounding", help="Damage of plain rounding, not of rounding with error feedback.")
     ] = False,
@@ -61,11 +78,20 @@ def sensitivity(
             "--data", metavar="SOURCE", help="As for quantize. [default: text inside the package]", rich_help_panel=TEXT
         ),
     ] = None,
-    samples: Annotated[int, typer.Option("--samples", metavar="N", min=1, rich_help_panel=TEXT)] = 8,
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            "--samples", metavar="N", min=1, help="Windows. [default: 8; with --kv-cache 20]", rich_help_panel=TEXT
+        ),
+    ] = None,
     seq_len: Annotated[int, typer.Option("--seq-len", metavar="N", min=2, rich_help_panel=TEXT)] = 512,
     seed: Annotated[
         int, typer.Option("--seed", metavar="N", help="Picks windows and labels.", rich_help_panel=TEXT)
     ] = 0,
+    kv_sink_tokens: kv.KvSinkTokens = None,
+    kv_recent_tokens: kv.KvRecentTokens = None,
+    kv_sensitive: kv.KvSensitive = None,
+    kv_page_size: kv.KvPageSize = None,
     activation_budget: ActivationBudget = "2GiB",
     device: Device = "cpu",
     dtype: Dtype = "fp32",
@@ -81,27 +107,78 @@ def sensitivity(
     budget = parse_size(activation_budget)
     if output is not None and not output.parent.is_dir():
         raise UsageError(f"--output {output}: the folder {output.parent} does not exist")
+    if kv_cache and rounding:
+        raise UsageError("--rounding is of linears; leave it out with --kv-cache")
     from cann_llm_quant.checkpoint import open_checkpoint
     from cann_llm_quant.pipeline.request import RunOptions
     from cann_llm_quant.pipeline.sensitivity import SensitivityRequest, measure_sensitivity
     from cann_llm_quant.pipeline.sensitivity_file import save_sensitivity
     from cann_llm_quant.recipe import DEFAULT_CANDIDATES, Calibration
 
-    request = SensitivityRequest(
-        calibration=Calibration(data=tuple(data or ("default",)), samples=samples, length=seq_len, seed=seed),
-        candidates=DEFAULT_CANDIDATES if schemes is None else named_schemes(schemes, "--schemes"),
-        solver="rounding" if rounding else "feedback",
-        measured=measure,
+    text = Calibration(
+        data=tuple(data or ("default",)), samples=samples or (20 if kv_cache else 8), length=seq_len, seed=seed
     )
     options = RunOptions(device=device, dtype=dtype, activation_budget=budget)
+    rules = {
+        "sink_tokens": kv_sink_tokens,
+        "recent_tokens": kv_recent_tokens,
+        "sensitive": kv_sensitive,
+        "page_size": kv_page_size,
+    }
+    given = {name: value for name, value in rules.items() if value is not None}
+    if given and not kv_cache:
+        raise UsageError(f"--kv-{next(iter(given)).replace('_', '-')} is of cached keys and values; add --kv-cache")
+    request = SensitivityRequest(
+        calibration=text,
+        candidates=DEFAULT_CANDIDATES if schemes is None or kv_cache else named_schemes(schemes, "--schemes"),
+        solver="rounding" if rounding else "feedback",
+        measured=8 if measure is None else measure,
+    )
+    result: Document
     with (
         open_checkpoint(model, revision=revision, allow_pickle=allow_pickle) as source,
         show_progress("passes") as progress,
     ):
-        result = measure_sensitivity(source, Path(model).name, request, options, progress)
+        if kv_cache:
+            result = measure_cache(source, text, given, schemes, measure, options, progress)
+        else:
+            result = measure_sensitivity(source, Path(model).name, request, options, progress)
     if output is not None:
         save_sensitivity(result, output)
-    Reply(json).result(result.document(), lambda console: draw(console, result, top, output))
+    Reply(json).result(result.document(), lambda console: draw_either(console, result, top, output))
+
+
+def measure_cache(
+    source: "Checkpoint",
+    text: "Calibration",
+    rules: dict[str, Any],
+    schemes: str | None,
+    measure: int | None,
+    options: "RunOptions",
+    progress: "Callable[[Event], None]",
+) -> "KvSensitivity":
+    """What formats of the layers' keys and values cost, in pages that are kept by `rules`."""
+    from cann_llm_quant.pipeline.kv_sensitivity import KvSensitivityRequest, measure_kv_sensitivity
+    from cann_llm_quant.recipe import validate_recipe
+
+    cache = validate_recipe({"kv_cache": {"scheme": "auto", **rules}}, "the command line").kv_cache
+    assert cache is not None
+    candidates = None if schemes is None else tuple(part.strip() for part in schemes.split(",") if part.strip())
+    if candidates == ():
+        raise UsageError("--schemes names no format; write int4,int8,fp16 say")
+    request = KvSensitivityRequest(text, cache, candidates, 1 if measure is None else measure)
+    return measure_kv_sensitivity(source, source.path.resolve().name, request, options, progress)
+
+
+def draw_either(console: "Console", result: "Document", top: int, output: Path | None) -> None:
+    """The measurement for people, of linears or of the cache."""
+    from cann_llm_quant.pipeline.kv_sensitivity_file import KvSensitivity
+    from cann_llm_quant.pipeline.sensitivity_file import Sensitivity
+
+    if isinstance(result, KvSensitivity):
+        draw_kv(console, result, top, output)
+    elif isinstance(result, Sensitivity):
+        draw(console, result, top, output)
 
 
 def draw(console: "Console", result: "Sensitivity", top: int, output: Path | None) -> None:

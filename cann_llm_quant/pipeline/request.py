@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from cann_llm_quant.export.kv_section import KvCache
 from cann_llm_quant.pipeline.expert_counts import ExpertCounts
+from cann_llm_quant.pipeline.kv_sensitivity_file import KvChoiceReport
 
 GIB = 1 << 30
 BLOCK_ELEMENTS = 1 << 26  # numbers of an embedding or a head that are in float32 at a time
@@ -31,6 +32,7 @@ class RunOptions:
     overwrite: bool = False
     tensor_parallel: int = 1
     sensitivity: Path | None = None
+    kv_sensitivity: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -79,8 +81,10 @@ class QuantizeReport:
     seconds: float
     peak_memory_bytes: int
     warnings: list[str] = field(default_factory=list)
+    kv_choice: KvChoiceReport | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         cache = None if self.kv_cache is None else self.kv_cache.model_dump(mode="json")
-        return asdict(self) | {"output": str(self.output), "kv_cache": cache}
+        choice = None if self.kv_choice is None else self.kv_choice.document()
+        return asdict(self) | {"output": str(self.output), "kv_cache": cache, "kv_choice": choice}

@@ -8,6 +8,7 @@ running the stored quantized layers again: the same arithmetic, so the same bits
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from cann_llm_quant.pipeline.closing import output_files, summarize
 from cann_llm_quant.pipeline.embedding import write_embedding
 from cann_llm_quant.pipeline.head import HEAD, reads_text_for_head, write_head
 from cann_llm_quant.pipeline.kv_auto import resolve_auto
+from cann_llm_quant.pipeline.kv_choice import choice_files, resolve_kv_bits
 from cann_llm_quant.pipeline.layer_run import layer_passes, quantize_one
 from cann_llm_quant.pipeline.layer_tensors import require_finite
 from cann_llm_quant.pipeline.mixing import resolve_mix
@@ -60,6 +62,7 @@ def quantize_model(
     ) as opened:
         source = rotated_source(opened, recipe, tell)
         recipe = resolve_mix(source, _name_of(model), recipe, options, tell)
+        recipe, kv_choice = resolve_kv_bits(source, _name_of(model), recipe, options, tell)
         recipe = resolve_auto(source, recipe, options, tell)
         job = prepare(source, _name_of(model), recipe, options, tell)
         with CheckpointWriter.open(
@@ -78,8 +81,9 @@ def quantize_model(
                 _write_extra(job, writer)
             tell(Event("write", message="writing shards, index and configs"))
             records = dict(writer.completed)
-            written = writer.finish(output_files(job, records))
+            written = writer.finish(output_files(job, records) | choice_files(kv_choice))
     report = summarize(job, records, written, resumed, time.monotonic() - started, warnings)
+    report = replace(report, kv_choice=kv_choice)
     tell(Event("done"))
     return report
 

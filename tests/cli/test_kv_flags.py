@@ -16,6 +16,8 @@ def test_flags_write_the_section_of_the_recipe(capsys: pytest.CaptureFixture[str
     section = json.loads(capsys.readouterr().out)["kv_cache"]
     assert section == {
         "scheme": "first 30%: fp8_e5m2, int8-head",
+        "bits": None,
+        "candidates": None,
         "sink_tokens": 4,
         "recent_tokens": 64,
         "sensitive": ["numbers", "names"],
