@@ -53,12 +53,12 @@ def sensitivity(
         typer.Option(
             "--schemes",
             metavar="LIST",
-            help="Schemes to try; the first ranks. W4g64: 4 bits in groups of 64; W4g64a: asymmetric; W8: one scale a "
-            "row. [default: W4g64,W3g64,W4g128,W4g32,W5g64,W6g64,W8]. With --kv-cache formats as for quantize, "
+            help="Schemes to try; the first ranks, but float. W4g64: 4 bits in groups of 64; W4g64a: asymmetric; W8: "
+            "one scale a row. [default: W4g64,W3g64,W4g128,W4g32,W5g64,W6g64,W8]. With --kv-cache formats as for quantize, "
             "[default: int4,int4-g32-asym,int8,int8-channel,int8-token,fp8_e4m3,fp16]",
         ),
     ] = None,
-    top: Annotated[int, typer.Option("--top", metavar="K", min=0, help="Units of the ranking to print.")] = 10,
+    top: Annotated[int, typer.Option("--top", metavar="K", min=0, help="Units and layers to print.")] = 10,
     measure: Annotated[
         int | None,
         typer.Option(
@@ -100,9 +100,9 @@ def sensitivity(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Measure what quantizing each linear costs, in KL divergence.
+    """Measure what quantizing each linear, or each layer's cached keys and values, costs in KL divergence.
 
-    Damage is the KL divergence, in nats per token, of quantizing that linear alone. One layer is in memory at a time.
+    Damage is the KL divergence, in nats per token, of quantizing that part alone. One layer is in memory at a time.
     """
     budget = parse_size(activation_budget)
     if output is not None and not output.parent.is_dir():
@@ -187,6 +187,8 @@ def draw(console: "Console", result: "Sensitivity", top: int, output: Path | Non
 
     console.print(f"sensitivity of {printable(result.model)}", style="bold")
     print_facts(console, facts(result, output))
+    if not top:
+        return
     units = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
     columns(units, "unit", "scheme", "bits", "est. KL", "measured", "KL", "KL per MB saved")
     ranked = sorted(result.units, key=lambda unit: -next(iter(unit.choices.values())).damage)
@@ -197,7 +199,7 @@ def draw(console: "Console", result: "Sensitivity", top: int, output: Path | Non
     console.print(units)
     layers = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
     columns(layers, "layer", "KL", "cosine in/out", "relative change")
-    for layer in sorted(result.layers, key=lambda layer: -layer.damage)[: top or None]:
+    for layer in sorted(result.layers, key=lambda layer: -layer.damage)[:top]:
         layers.add_row(str(layer.index), f"{layer.damage:.3g}", f"{layer.cosine:.4f}", f"{layer.change:.3f}")
     console.print()
     console.print(layers)

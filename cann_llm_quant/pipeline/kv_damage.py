@@ -35,6 +35,9 @@ from cann_llm_quant.pipeline.request import Event, Stage
 from cann_llm_quant.quant.kv import KvPlan, KvScales, LayerKv
 from cann_llm_quant.runner.cached_windows import CachedWindows
 
+JUDGED_EVERY = 4
+"""One position of so many is judged: neighbours tell much the same, and the head costs more than the layers."""
+
 Format = tuple[int, Side, str]
 """A layer, a side, and the label of a scheme."""
 
@@ -78,8 +81,10 @@ class CacheWalk:
         schemes += [scheme for v in variants for layer in v.layers.values() for scheme in (layer.k, layer.v)]
         self._scaled = len(work.scaled) if any(is_stored(scheme) for scheme in schemes) else 0
         count, windows = work.arch.num_layers, len(work.judged)
-        through = sum(count - variant.first + 1 for variant in variants)  # the head is one more
-        self._done, self._total = 0, count * (self._scaled + windows) + windows * through
+        through = sum(count - variant.first for variant in variants)
+        self._head = _head_passes(work.arch)
+        self._done = 0
+        self._total = count * (self._scaled + windows) + windows * (through + self._head * len(variants))
         self._errors: dict[Format, float] = {}
 
     @torch.inference_mode()
@@ -175,7 +180,8 @@ class CacheWalk:
             windows=len(work.judged),
             device=work.device,
             dtype=work.dtype,
-            step=lambda heads: self._step("measure", last, before + heads),
+            step=lambda heads: self._step("measure", last, before + heads * self._head),
+            every=JUDGED_EVERY,
         )
         return [max(0.0, kl) for kl in found]  # KL of nearly equal outputs may round below 0
 
@@ -183,6 +189,13 @@ class CacheWalk:
         self._done = self._done + 1 if done is None else done
         total = self._work.arch.num_layers
         self._work.tell(Event(stage, self._done, self._total, f"layer {layer + 1}/{total}"))
+
+
+def _head_passes(arch: Arch) -> int:
+    """What a window through the head and the comparison costs, in passes through a layer, for the time that is left."""
+    weights = sum(spec.out_features * spec.in_features for layer in arch.layers for spec in layer.linears)
+    # the logits are read and written some times over, which takes about three times as long as they themselves
+    return max(1, round(4 * arch.vocab_size * arch.hidden_size * arch.num_layers / (weights * JUDGED_EVERY)))
 
 
 class _Errors:
