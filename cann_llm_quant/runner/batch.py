@@ -33,6 +33,10 @@ from cann_llm_quant.runner.weights import LoadedModel
 Outcome = Sampled | CannQuantError
 
 
+class PagesLostError(CannQuantError):
+    """Moving pages failed midway, so that what lies in them or outside is not what the page table says."""
+
+
 class Request:
     """One request: its place in the schedule, its settings, its own randomness and its answer so far."""
 
@@ -141,7 +145,10 @@ class Batch:
     @torch.no_grad()
     def compute(self, step: Step) -> dict[int, Outcome]:
         """Run the model over the step's tokens; a sampled token (or its error) by sequence id."""
-        self._outside.apply(step.moves, self.store)
+        try:
+            self._outside.apply(step.moves, self.store)
+        except Exception as error:
+            raise PagesLostError(f"pages could not be moved outside or back: {error}") from error
         if not step.work:
             return {}
         spans = [work.span for work in step.work]
@@ -178,12 +185,18 @@ class Batch:
         return outputs
 
     def fail(self, step: Step, error: CannQuantError) -> list[Output]:
-        """End a step that could not be computed, and all requests in it."""
+        """End a step that could not be computed, and all requests in it.
+
+        Where pages were lost on their way outside or back, all others begin again, and nothing stays cached.
+        """
         self.scheduler.discard(step)
         requests = [self._requests.pop(work.sequence.id, None) for work in step.work]
         for request in requests:
             if request is not None:
                 self.scheduler.finish(request.sequence)
+        if isinstance(error, PagesLostError):
+            self.scheduler.restart()
+            self._outside.clear()
         return [Output(request, error) for request in requests if request is not None]
 
     def stats(self) -> EngineStats:

@@ -23,7 +23,6 @@ from cann_llm_quant.runner.page_table import Move
 
 
 @runtime_checkable
-@runtime_checkable
 class PageContents(Protocol):
     """Where the contents of pages come from and go to: `KvStore`."""
 
@@ -130,11 +129,17 @@ class OffloadStore:
         else:
             self._erase(handle)
 
-    def close(self) -> None:
-        """Forget everything and remove the folder."""
+    def clear(self) -> None:
+        """Forget everything."""
+        for handle in self._disk:
+            self._path(handle).unlink(missing_ok=True)
         self._host.clear()
         self._disk.clear()
         self.host_used = self.disk_used = 0
+
+    def close(self) -> None:
+        """Forget everything and remove the folder."""
+        self.clear()
         if self._folder is not None:
             self._folder.cleanup()
 

@@ -230,6 +230,11 @@ class PageTable:
         while self.outside.cached:
             self._forget(next(iter(self.outside.cached.values())))
 
+    def forget_contents(self) -> None:
+        """After moves that failed: forget all that is cached, here or outside. Nobody may hold a page."""
+        self.clear_cache()
+        self.take_moves()
+
     def _pool(self, page: int) -> PagePool:
         return self.pools[self.kind(page)]
 

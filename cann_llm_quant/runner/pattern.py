@@ -15,7 +15,7 @@ from cann_llm_quant.models.arch import Arch
 from cann_llm_quant.runner.spans import Pattern
 
 FIRST = 4
-_FORM = re.compile(r"local_window_(\d+)(?:\+global_first_last(?:_(\d+))?)?")
+_FORM = re.compile(r"local_window_(\d{1,9})(?:\+global_first_last(?:_(\d{1,9}))?)?")
 
 
 def parse_pattern(text: str) -> Pattern | None:

@@ -171,13 +171,22 @@ class Scheduler:
                 sequence.tokens.append(new_tokens[sequence.id])
 
     def discard(self, step: Step) -> None:
-        """End a step that failed: its sequences are as they were before it. Its moves must have been carried out."""
+        """End a step that failed: its sequences are as they were before it. `restart` where its moves failed."""
         self._end_step()
         for work in step.work:
             held = set(work.span.before)
             self.table.release([page for page in work.span.after if page not in held])
             if work.sequence.state is State.FINISHED:
                 self._give_back(work.sequence)
+
+    def restart(self) -> None:
+        """After moves that failed, when nobody knows what lies where: all give up their pages and begin again."""
+        for sequence in (*self.running, *self.waiting):
+            self._give_back(sequence)
+            sequence.state = State.WAITING
+        self.waiting = sorted((*self.running, *self.waiting), key=lambda each: each.age)
+        self.running = []
+        self.table.forget_contents()
 
     def _check(self, sequence: Sequence) -> None:
         """Refuse what could not be computed even alone."""

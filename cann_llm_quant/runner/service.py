@@ -9,17 +9,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 
-from cann_llm_quant.errors import CannQuantError, OverloadedError
+from cann_llm_quant.errors import CannQuantError, OverloadedError, UsageError
 from cann_llm_quant.runner.answer import Chunk, Generation, Timings
 from cann_llm_quant.runner.batch import Batch, EngineStats, Output, Request
+from cann_llm_quant.runner.scheduler import Step
 from cann_llm_quant.runner.settings import GenerationSettings
 
 
 class Handle:
     """A request's answer as it comes: iterate over chunks (`for` or `async for`), or take the whole `result()`.
 
-    Errors that end the request are raised where it is read.
+    It is read once, by one reader. Errors that end the request are raised there.
     """
 
     def __init__(self, service: "Service", prompt_tokens: int, owner: object) -> None:
@@ -95,8 +97,9 @@ class Handle:
         return self._request
 
     def _generation(self, chunks: list[Chunk]) -> Generation:
-        reason = chunks[-1].finish_reason
-        assert reason is not None
+        reason = chunks[-1].finish_reason if chunks else None
+        if reason is None:
+            raise UsageError("this answer has been read already; keep what was read, or submit the request again")
         sampled = [chunk for chunk in chunks if chunk.token_id is not None]
         logprobs = tuple(chunk.logprobs for chunk in sampled if chunk.logprobs is not None)
         first = self._times[0]
@@ -118,7 +121,7 @@ class Handle:
             self._changed.notify_all()
             if self._wake is not None:
                 loop, event = self._wake
-                if not loop.is_closed():
+                with suppress(RuntimeError):  # the loop is closed, perhaps since this moment: nobody reads there
                     loop.call_soon_threadsafe(event.set)
 
 
@@ -137,14 +140,17 @@ class Service:
         self._handles: dict[int, Handle] = {}
         self._thread: threading.Thread | None = None
         self._closing = False
+        self._broken: CannQuantError | None = None
 
     def submit(self, prompt: tuple[int, ...], settings: GenerationSettings, owner: object = None) -> Handle:
         """Queue a request; `owner` lives as long as its handle does.
 
-        Raises what `Batch.add` raises, and OverloadedError once the service is closing.
+        Raises what `Batch.add` raises, OverloadedError once the service is closing, and what broke it.
         """
         handle = Handle(self, len(prompt), owner)
         with self._changed:
+            if self._broken is not None:
+                raise self._broken
             if self._closing:
                 raise OverloadedError("the engine is shutting down and takes no more requests")
             request = self._batch.add(prompt, settings, time.monotonic())
@@ -159,7 +165,7 @@ class Service:
     def cancel(self, handle: Handle) -> None:
         """End a request early."""
         with self._changed:
-            chunk = self._batch.abort(handle._bound)
+            chunk = None if self._broken else self._batch.abort(handle._bound)
             if chunk is not None:
                 self._deliver([Output(handle._bound, chunk)])
 
@@ -184,27 +190,38 @@ class Service:
 
     def _run(self) -> None:
         """The loop: one step after another while there is work."""
-        while True:
+        try:
+            while self._step():
+                pass
+        except Exception as error:  # a fault in the bookkeeping: nobody may wait for an engine that stands still
             with self._changed:
-                while not self._batch.busy and not self._closing:
-                    self._changed.wait()
-                if not self._batch.busy:
-                    return
-                now = time.monotonic()
-                step, outputs = self._batch.schedule(now)
-                self._deliver(outputs)
-                if step.wake is not None:
-                    self._batch.commit(step, self._batch.compute(step))
-                    self._changed.wait(step.wake - now)
-                    continue
-            try:
-                outcomes = self._batch.compute(step)
-            except (
-                Exception
-            ) as error:  # whatever stops a forward pass (memory, a device) ends its requests, not the engine
-                with self._changed:
-                    self._deliver(self._batch.fail(step, _failure(error)))
-                continue
+                self._broken = _failure("the engine broke down and has to be made anew", error)
+                self._deliver([Output(handle._bound, self._broken) for handle in self._handles.values()])
+
+    def _step(self) -> bool:
+        """Wait for work and do a step of it; False once the service is closing and there is none."""
+        with self._changed:
+            while not self._batch.busy and not self._closing:
+                self._changed.wait()
+            if not self._batch.busy:
+                return False
+            now = time.monotonic()
+            step, outputs = self._batch.schedule(now)
+            self._deliver(outputs)
+            if step.wake is not None:
+                self._compute(step)
+                self._changed.wait(step.wake - now)
+                return True
+        self._compute(step)
+        return True
+
+    def _compute(self, step: Step) -> None:
+        try:
+            outcomes = self._batch.compute(step)
+        except Exception as error:  # whatever stops a step (memory, a device, a disk) ends its requests, not the engine
+            with self._changed:
+                self._deliver(self._batch.fail(step, _failure("computing a step failed", error)))
+        else:
             with self._changed:
                 self._deliver(self._batch.commit(step, outcomes))
 
@@ -218,9 +235,9 @@ class Service:
         self._changed.notify_all()
 
 
-def _failure(error: Exception) -> CannQuantError:
+def _failure(what: str, error: Exception) -> CannQuantError:
     if isinstance(error, CannQuantError):
         return error
-    wrapped = CannQuantError(f"computing a step failed: {type(error).__name__}: {error}")
+    wrapped = CannQuantError(f"{what}: {type(error).__name__}: {error}")
     wrapped.__cause__ = error
     return wrapped

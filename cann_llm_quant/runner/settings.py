@@ -5,7 +5,7 @@ raise RequestError with the field at fault. The bound of every token id is the n
 the tokenizer's tokens: the rows of an embedding are what an id may index.
 """
 
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -15,6 +15,7 @@ MAX_LOGPROBS = 20
 MAX_BIAS = 100.0
 MAX_PENALTY = 2.0
 REPETITION_RANGE = (0.01, 100.0)
+LARGEST = sys.float_info.max
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,8 @@ def _integer(field: str, value: object, least: int, most: int | None = None) -> 
 
 
 def _number(field: str, value: object, least: float | None = None, most: float | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    # math.isfinite overflows on whole numbers that no float holds; NaN fails every comparison
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -LARGEST <= value <= LARGEST:
         raise RequestError(field, f"{field} {value!r} must be a finite number")
     if least is not None and most is not None and not least <= value <= most:
         raise RequestError(field, f"{field} {value!r} must lie between {least:g} and {most:g}")

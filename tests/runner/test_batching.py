@@ -254,6 +254,7 @@ def test_a_step_that_cannot_be_computed_ends_its_requests_and_not_the_engine(
         ({"preemption": "swap"}, "room outside"),
         ({"attention_pattern": "local"}, "attention pattern 'local'"),
         ({"attention_pattern": "local_window_0"}, "attention pattern"),
+        ({"attention_pattern": "local_window_" + "9" * 25}, "attention pattern"),
         ({"max_batch_tokens": 4}, "max_batch_tokens"),
         ({"pages": 3}, "unknown engine options pages"),
     ],
