@@ -305,9 +305,12 @@ def _inputs(
             continue
         scheme = activation_scheme(asked.activations, tiled=asked.group_size == "block")
         if scheme.group_size is not None and spec.in_features % scheme.group_size:
+            tiled = asked.group_size == "block" and asked.activations.type == "fp8"
+            what = "fp8 activations beside tiles of 128 x 128" if tiled else f"{asked.activations.type} activations"
+            other = "choose FP8, whose weights have one scale a row" if tiled else "choose int8 or fp8 activations"
             raise UsageError(
-                f"{spec.module} has {spec.in_features} input features, {asked.activations.type} activations need a "
-                f"multiple of {scheme.group_size}; skip the linear or choose int8 or fp8 activations"
+                f"{spec.module} has {spec.in_features} input features, {what} need a multiple of {scheme.group_size}; "
+                f"skip the linear or {other}"
             )
         activations[spec.module] = scheme
         if asked.activations.needs_range:

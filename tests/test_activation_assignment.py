@@ -86,3 +86,12 @@ def test_groups_that_do_not_divide_an_input_are_refused_by_name() -> None:
 def test_impossible_formats_are_refused_when_the_recipe_is_read(activations: dict, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         validate_recipe({"scheme": {"activations": activations}}, "recipe")
+
+
+def test_tiled_fp8_on_a_narrow_model_is_not_advised_to_use_fp8() -> None:
+    with pytest.raises(UsageError) as caught:
+        assign(make_arch(), validate_recipe({"scheme": "FP8-block"}, "test"))
+    message = str(caught.value)
+    assert "64 input features, fp8 activations beside tiles of 128 x 128 need a multiple of 128" in message
+    assert message.endswith("skip the linear or choose FP8, whose weights have one scale a row")
+    assert assign(make_arch(), validate_recipe({"scheme": "FP8"}, "test")).activations
