@@ -316,6 +316,12 @@ class Recipe(_Document):
         return self
 
     @model_validator(mode="after")
+    def _effort_is_used(self) -> "Recipe":
+        if self.method in ("none", "rtn") and self.effort != "balanced":
+            raise ValueError(f"effort is for methods that calibrate, not for {self.method}; leave it out")
+        return self
+
+    @model_validator(mode="after")
     def _tuning_is_possible(self) -> "Recipe":
         if self.tuning_steps and (not self.feedback or self.effort == "fast"):
             raise ValueError(

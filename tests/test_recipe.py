@@ -62,6 +62,12 @@ def test_clip_default_follows_the_method() -> None:
     assert validate_recipe({"method": "rtn", "clip": True}, "test").clipping
 
 
+def test_an_effort_that_nothing_spends_is_refused() -> None:
+    with pytest.raises(UsageError, match="effort is for methods that calibrate, not for rtn"):
+        validate_recipe({"method": "rtn", "effort": "best"}, "test")
+    assert validate_recipe({"method": "awq", "effort": "best"}, "test").effort == "best"
+
+
 def test_c54_patterns_match_whole_names_only() -> None:
     names = ["model.layers.0.mlp.gate_proj", "model.layers.0.mlpxgate", "lm_head"]
     assert [n for n in names if compile_pattern("re:mlp.gate")(n)] == []

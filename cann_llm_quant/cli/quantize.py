@@ -3,7 +3,7 @@
 Flags are shorthand for a recipe, which `--show-recipe` prints.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -126,6 +126,7 @@ def quantize(
         "kv_page_size": kv_page_size,
     }
     resolved = resolve_recipe(recipe, flags, ignore or ())
+    refuse_unused(resolved.method, flags, resolved.target_bits)
     if resolved.target_bits is None and (sensitivity is not None or candidates is not None):
         raise UsageError("--sensitivity and --candidates are for a bit target; add --target-bits B")
     if kv_sensitivity is not None and (resolved.kv_cache is None or resolved.kv_cache.bits is None):
@@ -156,6 +157,19 @@ def quantize(
     with show_progress("passes") as progress:
         report = quantize_model(source, folder, resolved, options=options, progress=progress)
     Reply(json).result(report.to_json(), lambda console: draw(console, report))
+
+
+def refuse_unused(method: str, flags: Mapping[str, object], target_bits: float | None) -> None:
+    """Flags that something else given makes meaningless. Raises UsageError."""
+    uniform = {"bits": "--bits", "group_size": "--group-size", "symmetric": "--symmetric/--asymmetric"}
+    given = [name for field, name in uniform.items() if flags[field] is not None]
+    if given and target_bits is not None:
+        raise UsageError(
+            f"{given[0]} would be ignored: --target-bits gives each linear one of the --candidates; "
+            "say bits, groups and zero points there, as in W4g64a"
+        )
+    if flags["effort"] is not None and method in ("none", "rtn"):
+        raise UsageError(f"--effort is for methods that calibrate, not for {method}; leave it out")
 
 
 def the_model(positional: str | None, option: str | None) -> str:

@@ -46,8 +46,8 @@ Effort = Annotated[
     Literal["fast", "balanced", "best"] | None,
     typer.Option(
         "--effort",
-        help="What the method may cost. gptq: fast runs the quantized model only, balanced runs the float model "
-        "beside it and aims at its outputs, best refines codes and scales in three rounds instead of one. "
+        help="What the method may cost (not for rtn). gptq: fast runs the quantized model only, balanced runs the float "
+        "model beside it and aims at its outputs, best refines codes and scales in three rounds instead of one. "
         "[default: balanced]",
         rich_help_panel=SCHEME,
     ),
@@ -57,7 +57,8 @@ TuneSteps = Annotated[
     typer.Option(
         "--tune-steps",
         metavar="N",
-        help="Gradient steps that tune each layer's scales and norms after gptq; 60 take about three times as long. "
+        help="Gradient steps that tune each layer's scales and norms after gptq (effort balanced or best, inputs in "
+        "float); 60 take about three times as long. "
         "[default: 0]",
         rich_help_panel=SCHEME,
     ),
@@ -249,8 +250,8 @@ HeadBits = Annotated[
     int | None,
     typer.Option(
         "--head-bits",
-        metavar="4|8",
-        help="Quantize the output head: INT8 with one scale a row, or INT4 in groups. [default: float]",
+        metavar="2|3|4|5|6|8",
+        help="Quantize the output head: 8 bits with one scale a row, fewer in groups. [default: float]",
         rich_help_panel=LINEARS,
     ),
 ]

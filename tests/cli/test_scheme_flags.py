@@ -41,6 +41,10 @@ def test_a_name_stands_for_weights_and_inputs_and_flags_override_it(capsys: pyte
         (["--scheme", "FP8", "--asymmetric"], "fp8 weights have no zero points"),
         (["--group-size", "block"], "tiles of 128 x 128 are for fp8"),
         (["--group-size", "6x"], "'6x' is no number"),
+        (["--target-bits", "4.25", "--bits", "3"], "--bits would be ignored: --target-bits gives each linear one of"),
+        (["--target-bits", "4.25", "--group-size", "32"], "--group-size would be ignored"),
+        (["--target-bits", "4.25", "--asymmetric"], "say bits, groups and zero points there, as in W4g64a"),
+        (["--method", "rtn", "--effort", "balanced"], "--effort is for methods that calibrate, not for rtn"),
     ],
 )
 def test_what_contradicts_is_refused_in_one_line(

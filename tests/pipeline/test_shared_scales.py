@@ -52,7 +52,7 @@ def test_plain_rounding_is_judged_with_the_shared_scale(
         {
             "method": method,
             "scheme": scheme,
-            "effort": "fast",
+            "effort": "balanced" if method == "rtn" else "fast",
             "calibration": {"data": [str(text)], "samples": 4, "length": 32},
             # One linear with a stored range makes plain rounding read the text as well.
             "rules": [{"match": "re:.*layers.1.mlp.down_proj", "scheme": static}],
