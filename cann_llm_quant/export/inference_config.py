@@ -142,7 +142,11 @@ class Provenance(_Section):
 
 
 class LinearReport(_Section):
-    """Relative output error `tr(ΔW H ΔWᵀ) / tr(W H Wᵀ)` of one linear, plain rounding beside the method's."""
+    """Relative output error of one linear: plain rounding's, and beside it the method's.
+
+    Both are `tr(ΔW H ΔWᵀ) / tr(W H Wᵀ)` plus, where the input is quantized, `|ΔX Wᵀ|² / |X Wᵀ|²` on rows of it; plain
+    rounding's without any factor folded, the method's as it is stored. Null where no text was read.
+    """
 
     rtn_error: float | None
     error: float | None

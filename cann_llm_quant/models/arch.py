@@ -107,6 +107,10 @@ class Layer:
                 return spec
         raise KeyError(role)
 
+    def site_names(self) -> dict[str, str]:
+        """The name of the site that each linear reads, by module."""
+        return {self.linear(role).module: site.name for site in self.sites for role in site.linears}
+
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Stored name to shape, of every tensor of the layer."""
         shapes: dict[str, tuple[int, ...]] = {p.name: p.shape for p in self.parameters}

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cann_llm_quant.calibrate.input_samples import InputSample, SampleCollector
 from cann_llm_quant.calibrate.input_sketches import SketchCollector
 from cann_llm_quant.calibrate.moments import SiteMoments
 from cann_llm_quant.calibrate.stages import StagedLayer
@@ -17,11 +18,16 @@ from cann_llm_quant.export import native
 from cann_llm_quant.models.arch import Layer
 from cann_llm_quant.models.decoder import DecoderLayer, DenseLinear, Observe
 from cann_llm_quant.models.quantized_input import QuantizedInputLinear
-from cann_llm_quant.pipeline.input_ranges import inputs_of_sites, range_observer, sites_with_ranges
+from cann_llm_quant.pipeline.input_ranges import (
+    inputs_of_sites,
+    range_observer,
+    sites_with_quantized_inputs,
+    sites_with_ranges,
+)
 from cann_llm_quant.pipeline.layer import LayerResult, linear_entry
 from cann_llm_quant.pipeline.layer_tensors import layer_schemes, storage_dtypes
-from cann_llm_quant.pipeline.linear import SolvedLinear, fused_amax
-from cann_llm_quant.pipeline.measure import trusted_moments
+from cann_llm_quant.pipeline.linear import SolvedLinear, fused_amax, linear_inputs
+from cann_llm_quant.pipeline.measure import SAMPLE_ROWS, trusted_moments
 from cann_llm_quant.pipeline.prepare import Job
 from cann_llm_quant.pipeline.site import FloatLinear, solve_site
 from cann_llm_quant.pipeline.smoothing import Smoothed
@@ -45,19 +51,23 @@ class FeedbackLayer:
         self._job, self._layer, self._source, self._smoothed, self._running = job, layer, source, smoothed, running
         self._schemes, self._storage = layer_schemes(job, layer), storage_dtypes(job, layer)
         self._largest = fused_amax(layer, self._schemes, source)
+        self._folded_largest = fused_amax(layer, self._schemes, smoothed.tensors)
         self._weights: dict[str, QuantizedTensor] = {}
         self._linears: dict[str, dict[str, Any]] = {}
         self._warnings: tuple[str, ...] = ()
         self._inputs: dict[str, InputQuantizer] = {}
         self._ranges: dict[str, Tensor] = {}
-        self._stage, self._sketches = "", SketchCollector([])
+        self._stage, self._sketches, self._samples = "", SketchCollector([]), SampleCollector([], 0)
+        self._seen: dict[str, InputSample] = {}
         self.tuned = False
 
     def observer(self, stage: str) -> Observe:
-        """What sketches the inputs of a stage's sites, for the ranges that are stored of them."""
+        """What looks at the inputs of a stage's sites: for the ranges that are stored of them, and to judge those."""
         self._stage = stage
         self._sketches = SketchCollector(s for s in sites_with_ranges(self._job, self._layer) if s.endswith(stage))
-        return range_observer(self._job, self._running, self._sketches)
+        quantized = sites_with_quantized_inputs(self._job, self._layer)
+        self._samples = SampleCollector((s for s in quantized if s.endswith(stage)), SAMPLE_ROWS)
+        return range_observer(self._job, self._running, self._sketches, self._samples)
 
     def solve(self, staged: StagedLayer) -> LayerResult:
         """Walk the layer and solve every site; returns what is stored and recorded."""
@@ -78,6 +88,7 @@ class FeedbackLayer:
         """How the linears of the stage just measured quantize their inputs."""
         sites = [site.name for site in self._layer.sites if site.name.endswith(self._stage)]
         inputs = inputs_of_sites(self._job, self._layer, sites, self._sketches.finish())
+        self._seen |= self._samples.finish()
         self._inputs |= inputs.quantizers
         self._ranges |= inputs.stored()
         self._warnings += inputs.warnings
@@ -125,20 +136,35 @@ class FeedbackLayer:
         }
         if not linears:
             return
-        solved = solve_site(
-            linears, trusted_moments(f"layer {self._layer.index}, {site}", moments), self._job.recipe.effort_plan
-        )
+        recipe = self._job.recipe
+        trusted = trusted_moments(f"layer {self._layer.index}, {site}", moments)
+        solved = solve_site(linears, trusted, recipe.effort_plan)
         self._warnings += solved.warnings
         for module, linear in solved.linears.items():
-            self._take(modules[module], module, linear, solved.plain[module], moments)
+            own, plain = self._input_errors(module, site)
+            judged = SolvedLinear(linear.weight, None if linear.error is None else linear.error + own)
+            self._take(modules[module], module, judged, solved.plain[module] + plain, moments)
 
     def _float_linear(self, module: str, site: str, scheme: Scheme) -> FloatLinear:
         name = f"{module}.weight"
         source, folded = self._source[name], self._smoothed.tensors[name]
         scale_dtype = choose_scale_dtype(source, scheme, self._storage[name])
-        plain = rtn.solve(source, scheme, scale_dtype, amax=self._largest.get(module))
-        error = self._smoothed.fold_error(module, site, plain.dequantize().sub_(source))
-        return FloatLinear(folded, error, scheme, choose_scale_dtype(folded, scheme, self._storage[name]))
+        plain = rtn.solve(source, scheme, scale_dtype, amax=self._largest.get(module)).dequantize()
+        folded_dtype = choose_scale_dtype(folded, scheme, self._storage[name])
+        amax = self._folded_largest.get(module)
+        return FloatLinear(folded, self._smoothed.fold(module, site, plain), scheme, folded_dtype, amax)
+
+    def _input_errors(self, module: str, site: str) -> tuple[float, float]:
+        """What quantizing the linear's input costs (see `linear_inputs`), and what it would cost had nothing folded."""
+        assignment, seen = self._job.assignment, self._seen.get(site)
+        scheme, wanted = assignment.activations.get(module), assignment.ranges.get(module)
+        inputs = linear_inputs(seen, scheme, wanted)
+        if inputs is None or seen is None:
+            return 0.0, 0.0
+        weight, factor = self._smoothed.tensors[f"{module}.weight"], self._smoothed.columns.get(site)
+        own = inputs.relative_error(weight)
+        before = None if factor is None else linear_inputs(seen.multiplied(factor), scheme, wanted)
+        return own, own if before is None or factor is None else before.relative_error(weight / factor)
 
     def _take(self, role: str, module: str, linear: SolvedLinear, plain: float, moments: SiteMoments) -> None:
         self._weights[module] = linear.weight

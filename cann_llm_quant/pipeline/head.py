@@ -112,7 +112,8 @@ class _HeadSolver:
                 (),
             )
         module = self._job.arch.head_module
-        error = rtn.solve(block, self._scheme, self._dtype).dequantize().sub_(block)
-        linear = FloatLinear(block, error, self._scheme, self._dtype)
-        found = solve_site({module: linear}, self._moments, self._job.recipe.effort_plan)
+        rounded = rtn.solve(block, self._scheme, self._dtype).dequantize()
+        linear = FloatLinear(block, rounded, self._scheme, self._dtype)
+        recipe = self._job.recipe
+        found = solve_site({module: linear}, self._moments, recipe.effort_plan)
         return found.linears[module], found.plain[module], found.warnings

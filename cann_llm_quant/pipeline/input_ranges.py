@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cann_llm_quant.calibrate.experts import expert_of, on_every_token
+from cann_llm_quant.calibrate.input_samples import SampleCollector
 from cann_llm_quant.calibrate.input_sketches import SketchCollector
 from cann_llm_quant.calibrate.stream import HiddenStates, run_layer
 from cann_llm_quant.errors import NumericError
@@ -49,6 +50,12 @@ def sites_with_ranges(job: Job, layer: Layer) -> list[str]:
     return [site.name for site in layer.sites if any(layer.linear(role).module in ranges for role in site.linears)]
 
 
+def sites_with_quantized_inputs(job: Job, layer: Layer) -> list[str]:
+    """Sites some linear of which quantizes its input."""
+    schemes = job.assignment.activations
+    return [site.name for site in layer.sites if any(layer.linear(role).module in schemes for role in site.linears)]
+
+
 def measured_inputs(
     job: Job, layer: Layer, running: Mapping[str, Tensor], states: HiddenStates | None, step: Callable[[], None]
 ) -> LayerInputs:
@@ -65,9 +72,14 @@ def measured_inputs(
     return inputs_of_sites(job, layer, [site.name for site in layer.sites], collector.finish())
 
 
-def range_observer(job: Job, running: DecoderLayer, collector: SketchCollector) -> Observe:
-    """What shows the collector the sites' inputs, those of experts on every token where the recipe asks for that."""
-    return on_every_token(running, collector.observe) if job.recipe.moe_all_experts else collector.observe
+def range_observer(job: Job, running: DecoderLayer, *collectors: SketchCollector | SampleCollector) -> Observe:
+    """What shows collectors the sites' inputs, those of experts on every token where the recipe asks for that."""
+
+    def show(site: str, x: Tensor) -> None:
+        for collector in collectors:
+            collector.observe(site, x)
+
+    return on_every_token(running, show) if job.recipe.moe_all_experts else show
 
 
 def inputs_of_sites(job: Job, layer: Layer, sites: Collection[str], sketches: Mapping[str, ValueSketch]) -> LayerInputs:

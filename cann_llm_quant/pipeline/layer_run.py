@@ -1,6 +1,6 @@
 """One layer of a run: measured, solved and left behind, with the activations passed on to the next."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Protocol, runtime_checkable
 
@@ -9,6 +9,7 @@ from torch import Tensor
 from cann_llm_quant.calibrate.kv_ranges import watched_attention
 from cann_llm_quant.calibrate.stages import StagedLayer
 from cann_llm_quant.calibrate.state_store import StateStore
+from cann_llm_quant.calibrate.statistics import SiteStatistics
 from cann_llm_quant.calibrate.stream import HiddenStates
 from cann_llm_quant.checkpoint.writer import CheckpointWriter
 from cann_llm_quant.models.arch import Layer
@@ -17,7 +18,7 @@ from cann_llm_quant.pipeline.feedback import FeedbackLayer, stored_precision
 from cann_llm_quant.pipeline.input_ranges import measured_inputs, sites_with_ranges
 from cann_llm_quant.pipeline.kv_cache import KvMeter
 from cann_llm_quant.pipeline.kv_smoothing import KeyFold, fold_keys
-from cann_llm_quant.pipeline.layer import LayerResult, quantize_layer, smooth_checked, unseen, unsmoothed
+from cann_llm_quant.pipeline.layer import Inputs, LayerResult, quantize_layer, smooth_checked, unseen, unsmoothed
 from cann_llm_quant.pipeline.layer_tensors import (
     build_running,
     layer_schemes,
@@ -25,6 +26,7 @@ from cann_llm_quant.pipeline.layer_tensors import (
     quantized_sites,
     storage_dtypes,
 )
+from cann_llm_quant.pipeline.linear import sites_to_unfold
 from cann_llm_quant.pipeline.measure import measure
 from cann_llm_quant.pipeline.prepare import Job
 from cann_llm_quant.pipeline.request import Stage
@@ -82,7 +84,7 @@ def _by_rounding(job: Job, layer: Layer, streams: Streams | None, passes: Passes
         layer_schemes(job, layer),
         storage_dtypes(job, layer),
         job.recipe,
-        job.assignment.activations,
+        Inputs(job.assignment.activations, job.assignment.ranges),
         probe,
     )
     statistics.clear()
@@ -99,48 +101,69 @@ def _by_rounding(job: Job, layer: Layer, streams: Streams | None, passes: Passes
 
 
 def _by_feedback(job: Job, writer: CheckpointWriter, layer: Layer, streams: Streams, passes: Passes) -> LayerResult:
-    schemes, storage = layer_schemes(job, layer), storage_dtypes(job, layer)
     keys, meter = fold_keys(job, layer, streams, partial(passes, "calibrate")), KvMeter(job, layer)
     original = load_float(job, layer)
     source = keys.over(original)
-    smoothed, warnings = _smoothed(job, layer, streams, source, passes)
-    smoothed.tensors.update(stored_precision(smoothed.tensors, schemes, storage))
-    running = build_running(job, layer, smoothed.tensors)
-    feedback = FeedbackLayer(job, layer, source, smoothed, running)
-    drift = streams.float_model is not None
-    store = StateStore(
-        streams.quantized.shape[0],
-        budget=job.budgets[1],
-        scratch=writer.scratch,
-        device=job.device,
-    )
-    staged = StagedLayer(
-        running,
-        streams.quantized,
-        store,
-        quantized_sites(job, layer),
-        float_layer=build_running(job, layer, original) if drift else None,
-        float_states=streams.float_model,
-        factors=smoothed.columns,
-        every_token=job.recipe.moe_all_experts,
-        observers=feedback.observer,
-        attend=meter.watch,
-        step=partial(passes, "calibrate"),
-    )
-    result = feedback.solve(staged)
+    statistics = measure(job, layer, streams.quantized, partial(passes, "calibrate")) if job.recipe.smoothing else {}
+    scratch, budget = writer.scratch, job.budgets[1]
+    store = StateStore(streams.quantized.shape[0], budget=budget, scratch=scratch, device=job.device)
+    unfolded: set[str] = set()
+    while True:
+        smoothed, warnings = _smoothed(job, layer, streams, source, statistics, unfolded)
+        walk = _Walk(job, layer, source, original, smoothed)
+        # A walk that is repeated is not counted again.
+        step = partial(passes, "calibrate", 0 if unfolded else 1)
+        staged = walk.staged(streams, store, meter, step)
+        result = walk.feedback.solve(staged)
+        worse = sites_to_unfold(layer, smoothed.columns, result.record["linears"])
+        if not worse:
+            break
+        unfolded |= worse
+        staged.close()
+        meter.restart()
     linears = result.record["linears"]
     result.record["warnings"] = [*warnings, *unsmoothed(layer, smoothed), *result.record["warnings"]]
     result.record["warnings"] += unseen(layer, linears)
-    if feedback.tuned:
+    if walk.feedback.tuned:
         meter.restart()
     if not _is_unread(job, layer):
-        staged.rerun(running, meter.watch) if feedback.tuned else staged.advance()
+        staged.rerun(walk.running, meter.watch) if walk.feedback.tuned else staged.advance()
         return _with_cache(result, meter, keys)
     staged.close()
-    if feedback.tuned:
-        for _ in _onward(job, layer, running, streams.quantized, meter):
+    if walk.feedback.tuned:
+        for _ in _onward(job, layer, walk.running, streams.quantized, meter):
             passes("calibrate")
     return _with_cache(result, meter, keys)
+
+
+class _Walk:
+    """The folded layer that is solved site by site; `original` is the float model's."""
+
+    def __init__(
+        self, job: Job, layer: Layer, source: dict[str, Tensor], original: dict[str, Tensor], smoothed: Smoothed
+    ) -> None:
+        self._job, self._layer, self._original, self._smoothed = job, layer, original, smoothed
+        schemes, storage = layer_schemes(job, layer), storage_dtypes(job, layer)
+        smoothed.tensors.update(stored_precision(smoothed.tensors, schemes, storage))
+        self.running = build_running(job, layer, smoothed.tensors)
+        self.feedback = FeedbackLayer(job, layer, source, smoothed, self.running)
+
+    def staged(self, streams: Streams, store: StateStore, meter: KvMeter, step: Callable[[], None]) -> StagedLayer:
+        """The walk over the streams, which `step` is told of."""
+        drift = streams.float_model is not None
+        return StagedLayer(
+            self.running,
+            streams.quantized,
+            store,
+            quantized_sites(self._job, self._layer),
+            float_layer=build_running(self._job, self._layer, self._original) if drift else None,
+            float_states=streams.float_model,
+            factors=self._smoothed.columns,
+            every_token=self._job.recipe.moe_all_experts,
+            observers=self.feedback.observer,
+            attend=meter.watch,
+            step=step,
+        )
 
 
 def _onward(job: Job, layer: Layer, running: DecoderLayer, states: HiddenStates, meter: KvMeter) -> Iterator[int]:
@@ -162,12 +185,16 @@ def _with_cache(result: LayerResult, meter: KvMeter, keys: KeyFold) -> LayerResu
 
 
 def _smoothed(
-    job: Job, layer: Layer, streams: Streams, source: dict[str, Tensor], passes: Passes
+    job: Job,
+    layer: Layer,
+    streams: Streams,
+    source: dict[str, Tensor],
+    statistics: Mapping[str, SiteStatistics],
+    unfolded: Collection[str],
 ) -> tuple[Smoothed, tuple[str, ...]]:
     """The folded layer beside the source's; the very same tensors where the method folds nothing."""
     if not job.recipe.smoothing:
         return Smoothed(dict(source), {}, {}), ()
-    statistics = measure(job, layer, streams.quantized, partial(passes, "calibrate"))
     return smooth_checked(
         job.arch,
         layer,
@@ -179,6 +206,7 @@ def _smoothed(
         job.recipe,
         job.assignment.activations,
         streams.probe(),
+        unfolded,
     )
 
 

@@ -1,24 +1,29 @@
 """One linear: solve it, and judge it by its exact output error against plain rounding.
 
 The grid search is optimal per group only, so its matrix may in the end be worse than plain min-max rounding; then plain
-rounding is kept. Errors are relative, `tr(ΔW H ΔWᵀ) / tr(W H Wᵀ)`; each costs a product of `out x in x in`, so none is
-computed twice.
+rounding is kept. Errors are relative, `tr(ΔW H ΔWᵀ) / tr(W H Wᵀ)`, plus what quantizing the input costs where it is
+quantized (see `linear_inputs`); each costs a product of `out x in x in`, so none is computed twice. Outputs are those
+of the source's linear: where folding divided them, they are multiplied back before they are compared.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from cann_llm_quant.calibrate.input_samples import InputSample
 from cann_llm_quant.calibrate.moments import SiteMoments
 from cann_llm_quant.calibrate.statistics import SiteStatistics
 from cann_llm_quant.models.arch import Layer
 from cann_llm_quant.quant import rtn
 from cann_llm_quant.quant.error import output_error
 from cann_llm_quant.quant.grid import choose_scale_dtype, shared_amax
-from cann_llm_quant.quant.scheme import QuantizedTensor, Scheme
+from cann_llm_quant.quant.scale_search import SiteInputs
+from cann_llm_quant.quant.scheme import ActivationScheme, QuantizedTensor, Scheme
+from cann_llm_quant.recipe import ActivationFormat
 
 
 @dataclass(frozen=True)
@@ -38,24 +43,26 @@ def solve_linear(
     clip: bool,
     rtn_error: float | None,
     amax: float | None = None,
+    rows: Float[Tensor, "out"] | None = None,
+    inputs: SiteInputs | None = None,
 ) -> SolvedLinear:
     """Quantize a (folded) weight; `rtn_error` is what plain rounding cost before folding, the bar to stay below.
 
     `amax` is the largest weight of all linears that are fused with this one, where they share a scale: the scale then
-    follows from it alone (C24).
+    follows from it alone (C24). `rows` is what folding divided the rows by; `inputs` are the folded ones, where they
+    are quantized.
     """
     scale_dtype = choose_scale_dtype(weight, scheme, storage)
     clip = clip and not (amax is not None and scheme.strategy == "tensor")
     if site is None:
         clipping: rtn.Clip = "mse" if clip else "minmax"
         return SolvedLinear(rtn.solve(weight, scheme, scale_dtype, clip=clipping, amax=amax), None)
-    energy = output_error(weight, site.hessian)
+    judge = _Judge(weight, site.hessian, rows, inputs)
     if not clip:
-        return _judged(weight, rtn.solve(weight, scheme, scale_dtype, clip="minmax", amax=amax), site, energy)
-    searched = rtn.solve(weight, scheme, scale_dtype, clip="mse", hessian=site.hessian, amax=amax)
-    best = _judged(weight, searched, site, energy)
+        return judge(rtn.solve(weight, scheme, scale_dtype, clip="minmax", amax=amax))
+    best = judge(rtn.solve(weight, scheme, scale_dtype, clip="mse", hessian=site.hessian, amax=amax))
     if best.error is not None and rtn_error is not None and best.error > rtn_error:
-        plain = _judged(weight, rtn.solve(weight, scheme, scale_dtype, clip="minmax", amax=amax), site, energy)
+        plain = judge(rtn.solve(weight, scheme, scale_dtype, clip="minmax", amax=amax))
         best = min(best, plain, key=lambda solved: solved.error or 0.0)
     return best
 
@@ -83,16 +90,58 @@ def rounding_error(
     storage: torch.dtype,
     site: SiteStatistics | SiteMoments | None,
     amax: float | None = None,
+    inputs: SiteInputs | None = None,
 ) -> float | None:
-    """Relative output error of plain min-max rounding, `amax` as in `solve_linear`; None without statistics."""
+    """Relative output error of plain min-max rounding, the rest as in `solve_linear`; None without statistics."""
     if site is None:
         return None
     rounded = rtn.solve(weight, scheme, choose_scale_dtype(weight, scheme, storage), clip="minmax", amax=amax)
-    return _judged(weight, rounded, site, output_error(weight, site.hessian)).error
+    return _Judge(weight, site.hessian, None, inputs)(rounded).error
 
 
-def _judged(
-    weight: Float[Tensor, "out in"], quantized: QuantizedTensor, site: SiteStatistics | SiteMoments, energy: float
-) -> SolvedLinear:
-    lost = output_error(quantized.dequantize().sub_(weight), site.hessian)
-    return SolvedLinear(quantized, lost / energy if energy > 0 else 0.0)
+def linear_inputs(
+    seen: SiteStatistics | InputSample | None, scheme: ActivationScheme | None, wanted: ActivationFormat | None
+) -> SiteInputs | None:
+    """What a linear's input loses by its own quantization is measured on; None where it stays in float or was not seen.
+
+    The error of a linear is then the sum of two relative ones, its weights' through the Gram matrix and its input's on
+    the sample; their product is left out, as in quant/scale_search.py. `wanted` says how a stored range is estimated.
+    """
+    if seen is None or scheme is None or seen.sample is None:
+        return None
+    inputs = SiteInputs(scheme, seen.sample, seen.amax, seen.evidence)
+    return inputs if wanted is None else replace(inputs, method=wanted.range, percentile=wanted.percentile)
+
+
+def sites_to_unfold(layer: Layer, folded: Collection[str], linears: Mapping[str, Mapping[str, Any]]) -> set[str]:
+    """Folded sites to be left alone because a recorded linear ended worse than plain rounding.
+
+    That is the linear's own site; where that is not folded, those whose fold divided rows of a linear beside it, for
+    which a scale may be shared.
+    """
+    found: set[str] = set()
+    for site in layer.sites:
+        entries = [linears.get(layer.linear(role).module, {}) for role in site.linears]
+        if not any(entry.get("error") and entry["error"] > entry["rtn_error"] for entry in entries):
+            continue
+        beside = [s.name for s in layer.sites if s.producer is not None and s.producer.role in site.linears]
+        found.update([site.name] if site.name in folded else [name for name in beside if name in folded])
+    return found
+
+
+class _Judge:
+    """Gives a quantized weight its relative error, in the source's coordinates."""
+
+    def __init__(self, weight: Tensor, hessian: Tensor, rows: Tensor | None, inputs: SiteInputs | None) -> None:
+        self._weight, self._hessian = weight, hessian
+        self._rows = None if rows is None else rows.unsqueeze(1)
+        source = self._in_source(weight)
+        self._energy = output_error(source, hessian)
+        self._input_error = 0.0 if inputs is None else inputs.relative_error(source)
+
+    def __call__(self, quantized: QuantizedTensor) -> SolvedLinear:
+        lost = output_error(self._in_source(quantized.dequantize().sub_(self._weight)), self._hessian)
+        return SolvedLinear(quantized, self._input_error + (lost / self._energy if self._energy > 0 else 0.0))
+
+    def _in_source(self, folded: Tensor) -> Tensor:
+        return folded if self._rows is None else folded * self._rows

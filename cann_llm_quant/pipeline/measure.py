@@ -28,7 +28,7 @@ def measure(job: Job, layer: Layer, states: HiddenStates, step: Callable[[], Non
     collector = ExpertCollector(
         running,
         quantized_sites(job, layer),
-        sample_rows=SAMPLE_ROWS if job.recipe.smoothing and job.assignment.activations else 0,
+        sample_rows=SAMPLE_ROWS if job.assignment.activations else 0,
         every_token=job.recipe.moe_all_experts,
     )
     for _ in run_layer(running, states.windows(), layer.index, collector.observe):

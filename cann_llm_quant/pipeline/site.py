@@ -2,7 +2,8 @@
 
 Errors are relative to the energy of the linear's outputs, `tr((Q - T) H (Q - T)ᵀ) / tr(W H Wᵀ)` with T what the linear
 should compute (see quant/drift.py; W itself without a float partner). Plain rounding is min-max rounding of the
-source's weight, held against the same T.
+source's weight, held against the same T; what feedback leaves worse is rounded plainly, together with all linears that
+share a scale with it.
 """
 
 from collections.abc import Mapping
@@ -29,14 +30,15 @@ DAMPING = 0.02
 class FloatLinear:
     """One linear of a site before it is solved.
 
-    `weight` is folded; `plain_error` is what min-max rounding of the source's weight adds to it, in the same (folded)
-    coordinates.
+    `weight` is folded; `plain` is what min-max rounding makes of the source's weight, in the same (folded) coordinates.
+    `amax` is the largest (folded) weight of all linears that share a scale with this one (C24), where there is one.
     """
 
     weight: Float[Tensor, "out in"]
-    plain_error: Float[Tensor, "out in"]
+    plain: Float[Tensor, "out in"]
     scheme: Scheme
     scale_dtype: torch.dtype
+    amax: float | None = None
 
 
 @dataclass(frozen=True)
@@ -76,15 +78,40 @@ def _solve_stack(linears: Mapping[str, FloatLinear], moments: SiteMoments, effor
     rounded = rtn.solve(target, one.scheme, one.scale_dtype, clip="mse", importance=importance)
     result, warnings = _feed_back(rounded, target, moments, effort, next(iter(linears)))
     solved: dict[str, SolvedLinear] = {}
+    simple: dict[str, SolvedLinear] = {}
     plain: dict[str, float] = {}
     begin = 0
     for module, linear in linears.items():
         end = begin + linear.weight.shape[0]
-        aim = target[begin:end]
-        weight = result if len(linears) == 1 else _rows(result, begin, end)
-        solved[module], plain[module] = _judged(linear, weight, aim, moments.hessian)
+        judge = _Judge(linear, target[begin:end], moments.hessian)
+        solved[module] = judge(result if len(linears) == 1 else _rows(result, begin, end))
+        plain[module] = judge.relative(linear.plain)
+        if _error(solved[module]) > plain[module] or shares_scale(linear.scheme):
+            simple[module] = judge(_rounded(linear))
         begin = end
-    return SolvedSite(solved, plain, warnings)
+    return SolvedSite(_better(linears, solved, simple, plain), plain, warnings)
+
+
+def _better(
+    linears: Mapping[str, FloatLinear],
+    solved: Mapping[str, SolvedLinear],
+    simple: Mapping[str, SolvedLinear],
+    plain: Mapping[str, float],
+) -> dict[str, SolvedLinear]:
+    """Plain rounding where feedback lost more than it; of linears that share a scale for all or for none."""
+    if shares_scale(next(iter(linears.values())).scheme):
+        worse = [sum(_error(found[m]) > plain[m] for m in linears) for found in (solved, simple)]
+        return dict(simple if worse[1] < worse[0] else solved)
+    return {m: min(solved[m], simple.get(m, solved[m]), key=_error) for m in linears}
+
+
+def _rounded(linear: FloatLinear) -> QuantizedTensor:
+    return rtn.solve(linear.weight, linear.scheme, linear.scale_dtype, clip="minmax", amax=linear.amax)
+
+
+def _error(solved: SolvedLinear) -> float:
+    assert solved.error is not None
+    return solved.error
 
 
 def _feed_back(
@@ -109,18 +136,19 @@ def _feed_back(
     return weight, warnings
 
 
-def _judged(linear: FloatLinear, weight: QuantizedTensor, aim: Tensor, hessian: Tensor) -> tuple[SolvedLinear, float]:
-    """The linear with its relative error and plain rounding's; rounded plainly where that is closer to the aim."""
-    energy = output_error(linear.weight, hessian)
-    scale = 1 / energy if energy > 0 else 0.0
-    lost = output_error(weight.dequantize().sub_(aim), hessian)
-    plain_lost = output_error(linear.weight + linear.plain_error - aim, hessian)
-    if lost > plain_lost and not shares_scale(linear.scheme):
-        simple = rtn.solve(linear.weight, linear.scheme, linear.scale_dtype, clip="minmax")
-        simple_lost = output_error(simple.dequantize().sub_(aim), hessian)
-        if simple_lost < lost:
-            weight, lost = simple, simple_lost
-    return SolvedLinear(weight, lost * scale), plain_lost * scale
+class _Judge:
+    """Errors of one linear: its distance to the aim, relative to the energy of its outputs."""
+
+    def __init__(self, linear: FloatLinear, aim: Tensor, hessian: Tensor) -> None:
+        self._aim, self._hessian = aim, hessian
+        energy = output_error(linear.weight, hessian)
+        self._scale = 1 / energy if energy > 0 else 0.0
+
+    def __call__(self, weight: QuantizedTensor) -> SolvedLinear:
+        return SolvedLinear(weight, self.relative(weight.dequantize()))
+
+    def relative(self, weight: Float[Tensor, "out in"]) -> float:
+        return output_error(weight - self._aim, self._hessian) * self._scale
 
 
 def _rows(weight: QuantizedTensor, begin: int, end: int) -> QuantizedTensor:

@@ -7,7 +7,8 @@ into a bf16 norm costs nothing. Before the layer is used, one window runs throug
 relative change above 1e-4 undoes all folds of the layer and is reported.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -45,11 +46,11 @@ class Smoothed:
     columns: dict[str, Tensor] = field(default_factory=dict)
     rows: dict[str, Tensor] = field(default_factory=dict)
 
-    def fold_error(self, module: str, site: str, error: Float[Tensor, "out in"]) -> Float[Tensor, "out in"]:
-        """An error of the source's weight as it shows in the folded weight."""
+    def fold(self, module: str, site: str, weight: Float[Tensor, "out in"]) -> Float[Tensor, "out in"]:
+        """A matrix in the place of the source's weight, folded as that was."""
         if site in self.columns:
-            error = multiply_columns(error, self.columns[site])
-        return divide_rows(error, None, self.rows[module])[0] if module in self.rows else error
+            weight = multiply_columns(weight, self.columns[site])
+        return divide_rows(weight, None, self.rows[module])[0] if module in self.rows else weight
 
 
 def smooth_layer(
@@ -61,8 +62,9 @@ def smooth_layer(
     storage: Mapping[str, torch.dtype],
     recipe: Recipe,
     activations: Mapping[str, ActivationScheme],
+    unfolded: Collection[str] = (),
 ) -> Smoothed:
-    """Search and fold every smooth pair of a layer by the recipe's method.
+    """Search and fold every smooth pair of a layer by the recipe's method, except at the sites `unfolded`.
 
     `tensors` are float32 by stored name; their entries are replaced, so that one copy of the layer exists; `schemes`
     and `activations` go by module; `storage` is each tensor's stored dtype.
@@ -79,6 +81,9 @@ def smooth_layer(
         seen = measured[site.name]
         judged = _judged_site(arch, layer, site, quantized, folded, seen, schemes, storage, recipe, activations)
         if judged.inputs is None and recipe.smoothing == {"smoothquant"}:
+            continue
+        if site.name in unfolded:
+            searched[site.name] = _left_alone(seen, recipe)
             continue
         result = _search(judged, seen, _shared_rows(arch, site), recipe)
         searched[site.name] = result
@@ -133,6 +138,14 @@ def _search(site: ScaleSite, statistics: SiteStatistics, tie: Int[Tensor, " in"]
     if recipe.smoothing == {"smoothquant"}:
         return search_migration(site, alpha=recipe.smooth_alpha, tie=tie, effort=recipe.effort)
     return search_migration_and_protection(site, statistics.mean_abs, tie=tie, effort=recipe.effort)
+
+
+def _left_alone(statistics: SiteStatistics, recipe: Recipe) -> ScaleResult:
+    """No factor, which is said where the user gave its exponent."""
+    alpha, reason = recipe.smooth_alpha, ""
+    if alpha is not None:
+        reason = f"alpha {alpha:g} would leave a linear worse than plain rounding"
+    return ScaleResult(torch.ones_like(statistics.amax), math.nan, math.nan, "identity", 0.0, reason)
 
 
 def _producer_max(arch: Arch, layer: Layer, site: Site, tensors: Mapping[str, Tensor]) -> Float[Tensor, " in"]:

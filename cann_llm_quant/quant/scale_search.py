@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from cann_llm_quant.quant.activation_ranges import stored_range
+from cann_llm_quant.quant.activation_ranges import RangeMethod, static_range, stored_range
 from cann_llm_quant.quant.activations import InputRange, is_nv, needs_range, quantize_input
 from cann_llm_quant.quant.balance import class_mean
 from cann_llm_quant.quant.error import block_output_error, output_error
@@ -33,6 +33,7 @@ from cann_llm_quant.quant.grid import minmax_grid, minmax_scale, quantize_codes,
 from cann_llm_quant.quant.number_formats import FLOAT_MAX
 from cann_llm_quant.quant.rtn import Clip
 from cann_llm_quant.quant.scheme import ActivationScheme, QuantizedTensor, Scheme
+from cann_llm_quant.quant.value_sketch import ValueSketch, bucket_counts
 
 SearchEffort = Literal["fast", "balanced", "best"]
 Judge = Literal["quick", "blocks", "coarse", "full"]
@@ -72,13 +73,16 @@ class ScaleResult:
 class SiteInputs:
     """A site's input as far as its own quantization is concerned.
 
-    `sample` are some of its rows, `amax` the largest magnitudes and `tokens` the count of all.
+    `sample` are some of its rows, `amax` the largest magnitudes and `tokens` the count of all. Ranges that are stored
+    are estimated from these by `method`; `moving`, which follows windows, is taken for `minmax`.
     """
 
     scheme: ActivationScheme
     sample: Float[Tensor, "rows in"]
     amax: Float[Tensor, "in"]
     tokens: int
+    method: RangeMethod = "minmax"
+    percentile: float = 99.9
 
     def errors(self, factor: Float[Tensor, "in"]) -> Float[Tensor, "rows in"]:
         """D of the module's formula, brought to what all tokens sum to."""
@@ -87,12 +91,23 @@ class SiteInputs:
         moved = quantize_input(x, self.scheme, stored).dequantize().sub_(x)
         return moved.mul_(math.sqrt(self.tokens / max(1, x.shape[0])))
 
+    def relative_error(self, w: Float[Tensor, "out in"]) -> float:
+        """`|D wᵀ|²` relative to `|x wᵀ|²`, for inputs as they are: what quantizing them costs a linear's outputs."""
+        moved = self.errors(torch.ones_like(self.amax))
+        energy = float((self.sample.to(torch.float32) @ w.T).square().sum(dtype=torch.float64))
+        lost = float((moved @ w.T).square().sum(dtype=torch.float64))
+        return lost / energy * self.sample.shape[0] / max(1, self.tokens) if energy > 0 else 0.0
+
     def _stored_range(self, x: Tensor, factor: Tensor) -> InputRange:
         """What calibration would store; of an asymmetric range only the sample's ends are known."""
         high = float((self.amax / factor).amax())
         if is_nv(self.scheme):
             whole = FLOAT_MAX["fp8_e4m3"] * FLOAT_MAX["fp4_e2m1"]
             return InputRange(torch.tensor([whole / max(high, torch.finfo(torch.float32).tiny)], device=x.device))
+        if self.method in ("percentile", "mse", "entropy") and x.numel():
+            low = -high if self.scheme.symmetric else min(0.0, float(x.amin()))
+            sketch = ValueSketch(bucket_counts(x).cpu(), low, high, low, high, self.tokens)
+            return static_range(sketch, self.scheme, self.method, percentile=self.percentile)
         if self.scheme.symmetric or not x.numel():
             return stored_range(-high, high, self.scheme)
         return stored_range(min(0.0, float(x.amin())), max(0.0, float(x.amax())), self.scheme)
