@@ -281,7 +281,7 @@ class Recipe(_Document):
     head: Head = Field(default=None, description="scheme of the output head; null: float")
     embedding: Embedding = Field(default=None, description="int8 with one scale a row, or null: float")
     moe_all_experts: bool = Field(default=False, description="calibrate every expert on every token")
-    clip: bool | None = Field(default=None, description="search each group's range; null: yes for awq, no for rtn")
+    clip: bool | None = Field(default=None, description="search each group's range; null: no for rtn, else yes")
     rules: tuple[Rule, ...] = ()
     preset: Preset | None = Field(default=None, description="rules for this model's layers, before the others")
     target_bits: float | None = Field(

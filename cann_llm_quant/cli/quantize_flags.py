@@ -46,8 +46,8 @@ Effort = Annotated[
     Literal["fast", "balanced", "best"] | None,
     typer.Option(
         "--effort",
-        help="What the method may cost (not for rtn). gptq: fast runs the quantized model only, balanced runs the float "
-        "model beside it and aims at its outputs, best refines codes and scales in three rounds instead of one. "
+        help="What the method may cost (not for rtn). gptq: fast runs the quantized model only, balanced runs the "
+        "float model beside it and aims at its outputs, best refines codes and scales in three rounds instead of one. "
         "[default: balanced]",
         rich_help_panel=SCHEME,
     ),
@@ -135,7 +135,7 @@ Clip = Annotated[
     bool | None,
     typer.Option(
         "--clip/--no-clip",
-        help="Search for tighter ranges than min-max. [default: yes for awq, no for rtn]",
+        help="Search for tighter ranges than min-max. [default: no for rtn, else yes]",
         rich_help_panel=SCHEME,
     ),
 ]

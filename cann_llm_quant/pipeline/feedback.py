@@ -138,7 +138,7 @@ class FeedbackLayer:
             return
         recipe = self._job.recipe
         trusted = trusted_moments(f"layer {self._layer.index}, {site}", moments)
-        solved = solve_site(linears, trusted, recipe.effort_plan)
+        solved = solve_site(linears, trusted, recipe.effort_plan, clip=recipe.clipping)
         self._warnings += solved.warnings
         for module, linear in solved.linears.items():
             own, plain = self._input_errors(module, site)

@@ -115,5 +115,5 @@ class _HeadSolver:
         rounded = rtn.solve(block, self._scheme, self._dtype).dequantize()
         linear = FloatLinear(block, rounded, self._scheme, self._dtype)
         recipe = self._job.recipe
-        found = solve_site({module: linear}, self._moments, recipe.effort_plan)
+        found = solve_site({module: linear}, self._moments, recipe.effort_plan, clip=recipe.clipping)
         return found.linears[module], found.plain[module], found.warnings

@@ -50,8 +50,13 @@ class SolvedSite:
     warnings: tuple[str, ...]
 
 
-def solve_site(linears: Mapping[str, FloatLinear], moments: SiteMoments, effort: EffortPlan) -> SolvedSite:
-    """Solve the linears (by module) that read one site; those of equal scheme share one factorization and one loop."""
+def solve_site(
+    linears: Mapping[str, FloatLinear], moments: SiteMoments, effort: EffortPlan, *, clip: bool = True
+) -> SolvedSite:
+    """Solve the linears (by module) that read one site; those of equal scheme share one factorization and one loop.
+
+    `clip`: each group's range is searched; otherwise it spans the extremes, until the effort's rounds refit scales.
+    """
     stacks: dict[object, list[str]] = {}
     for module, linear in linears.items():
         # Tiles of rows must not reach over two matrices; one scale for the matrix must, since runtimes fuse them (C24).
@@ -61,21 +66,24 @@ def solve_site(linears: Mapping[str, FloatLinear], moments: SiteMoments, effort:
     plain: dict[str, float] = {}
     warnings: tuple[str, ...] = ()
     for modules in stacks.values():
-        found = _solve_stack({module: linears[module] for module in modules}, moments, effort)
+        found = _solve_stack({module: linears[module] for module in modules}, moments, effort, clip)
         solved |= found.linears
         plain |= found.plain
         warnings += found.warnings
     return SolvedSite({module: solved[module] for module in linears}, plain, warnings)
 
 
-def _solve_stack(linears: Mapping[str, FloatLinear], moments: SiteMoments, effort: EffortPlan) -> SolvedSite:
+def _solve_stack(
+    linears: Mapping[str, FloatLinear], moments: SiteMoments, effort: EffortPlan, clip: bool
+) -> SolvedSite:
     one = next(iter(linears.values()))
     w = torch.cat([linear.weight for linear in linears.values()])
     missing = moments.missing(w)
     target = w if missing is None else drift_target(w, moments.hessian, missing)
     # Feedback spreads errors over all columns, so that the columns' own weights make as good a grid as whole blocks do.
     importance = moments.hessian.diagonal()
-    rounded = rtn.solve(target, one.scheme, one.scale_dtype, clip="mse", importance=importance)
+    ranges: rtn.Clip = "mse" if clip else "minmax"
+    rounded = rtn.solve(target, one.scheme, one.scale_dtype, clip=ranges, importance=importance)
     result, warnings = _feed_back(rounded, target, moments, effort, next(iter(linears)))
     solved: dict[str, SolvedLinear] = {}
     simple: dict[str, SolvedLinear] = {}

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from tiny_models import save_text, save_tiny
 
 from cann_llm_quant.errors import UsageError
@@ -67,6 +68,19 @@ def test_c05_a_site_that_carries_nothing_is_rounded_with_a_warning(tmp_path: Pat
     assert said
     assert "cannot be factorized" in said[0]
     assert "tokens" in said[0]
+
+
+def test_no_clip_keeps_the_whole_range_of_each_group(tmp_path: Path, text: Path) -> None:
+    from safetensors.torch import load_file
+
+    model = save_tiny(tmp_path / "model")
+    for name, clip in (("searched", True), ("spanned", False)):
+        quantize(model, tmp_path / name, text, method="gptq", effort="fast", clip=clip)
+    q = "model.layers.0.self_attn.q_proj.weight"
+    groups = load_file(model / "model.safetensors")[q].float().view(64, 2, 32)
+    scales = {n: load_file(tmp_path / n / "model.safetensors")[f"{q}_scale"].float() for n in ("searched", "spanned")}
+    assert torch.allclose(scales["spanned"], groups.abs().amax(-1) / 7.5, rtol=0.01)
+    assert scales["searched"].mean() < 0.98 * scales["spanned"].mean()
 
 
 @pytest.mark.parametrize("fields", [{"method": "awq"}, {"method": "gptq", "effort": "fast"}])
