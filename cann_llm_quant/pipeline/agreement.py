@@ -20,22 +20,18 @@ from cann_llm_quant.pipeline.units import Unit
 
 
 def units_to_measure(units: Sequence[Unit], estimates: Mapping[str, float], count: int) -> list[Unit]:
-    """About `count` units, every kind the same number of times (once at least), evenly spread over its ranking from
-    the most damaged on; `estimates` by unit name.
+    """`count` units (all there are, if fewer), of every kind the same number or one more, evenly spread over its
+    ranking from the most damaged on; `estimates` by unit name.
     """
     kinds: dict[str, list[Unit]] = {}
-    for unit in units:
+    for unit in sorted(units, key=lambda unit: -estimates[unit.name]):
         if estimates[unit.name] > 0:
             kinds.setdefault(unit.kind, []).append(unit)
-    if count <= 0 or not kinds:
-        return []
-    share = max(1, round(count / len(kinds)))
-    chosen: list[Unit] = []
-    for members in kinds.values():
-        ranked = sorted(members, key=lambda unit: -estimates[unit.name])
-        each = min(share, len(ranked))
-        chosen += [ranked[i * len(ranked) // each] for i in range(each)]
-    return chosen
+    shares = dict.fromkeys(kinds, 0)
+    for _ in range(min(count, sum(map(len, kinds.values())))):
+        # kinds come by their worst unit, so that this one has what does not divide evenly
+        shares[min((kind for kind in kinds if shares[kind] < len(kinds[kind])), key=shares.__getitem__)] += 1
+    return [kinds[kind][i * len(kinds[kind]) // share] for kind, share in shares.items() for i in range(share)]
 
 
 def corrections(kinds: Sequence[str], estimated: Sequence[float], measured: Sequence[float]) -> dict[str, float]:

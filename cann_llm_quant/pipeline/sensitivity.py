@@ -7,7 +7,7 @@ says how far the estimates can be trusted and corrects them (`agreement.py`).
 
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ from cann_llm_quant.calibrate.backward import Contribution, StreamedBackward
 from cann_llm_quant.calibrate.state_store import StateStore
 from cann_llm_quant.checkpoint.base import Checkpoint
 from cann_llm_quant.device import resolve_device, resolve_dtype
+from cann_llm_quant.errors import UsageError
 from cann_llm_quant.models import arch_from_checkpoint
 from cann_llm_quant.models.arch import Arch
 from cann_llm_quant.models.weights import load_layer
@@ -34,15 +35,15 @@ from cann_llm_quant.pipeline.sensitivity_file import (
     UnitEntry,
 )
 from cann_llm_quant.pipeline.units import Choice, Unit, choices_of, units_of
-from cann_llm_quant.recipe import DEFAULT_CANDIDATES, Calibration
+from cann_llm_quant.recipe import DEFAULT_CANDIDATES, FLOAT, Calibration
 
 Tell = Callable[[Event], None]
 
 
 @dataclass(frozen=True)
 class SensitivityRequest:
-    """What to measure: candidate schemes (the first one ranks and is measured), text, and how many units to measure
-    truly, on how many windows.
+    """What to measure: candidate schemes (the first one that is not float ranks and is measured), text, and how many
+    units to measure truly, on how many windows.
     """
 
     calibration: Calibration
@@ -83,6 +84,10 @@ def measure_sensitivity(
 
     Raises InputError's kinds before work starts, NumericError when the model gives NaN or infinity.
     """
+    if set(request.candidates) == {FLOAT}:
+        raise UsageError("float alone loses nothing, so there is nothing to measure; name a scheme such as W4g64")
+    # Float, which costs nothing, can neither rank units nor be held against a measurement.
+    request = replace(request, candidates=tuple(sorted(request.candidates, key=lambda name: name == FLOAT)))
     arch = arch_from_checkpoint(source)
     ids, corpus = calibration_windows(
         source, arch, request.calibration, allow_fewer=options.allow_fewer_samples, tell=tell

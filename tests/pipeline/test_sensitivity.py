@@ -177,10 +177,32 @@ def test_every_kind_is_measured_from_its_worst_unit_on() -> None:
     estimates = {unit.name: float(unit.layer + (unit.kind == "down")) + 1 for unit in units}
     assert {u.name for u in units_to_measure(units, estimates, 2)} == {"layers.9.qkv", "layers.9.down"}
     four = [u.layer for u in units_to_measure(units, estimates, 4)]
-    assert four == [9, 4, 9, 4]
+    assert sorted(four) == [4, 4, 9, 9]
+    three = [u.name for u in units_to_measure(units, estimates, 3)]
+    assert sorted(three) == ["layers.4.down", "layers.9.down", "layers.9.qkv"]  # down has the worst unit
+    assert [u.name for u in units_to_measure(units, estimates, 1)] == ["layers.9.down"]
     assert units_to_measure(units, estimates, 0) == []
     assert len(units_to_measure(units, estimates, 1000)) == 20
     assert units_to_measure(units, dict.fromkeys(estimates, 0.0), 8) == []
+
+
+def test_float_neither_ranks_nor_is_measured(tmp_path: Path, text: Path) -> None:
+    model = save_tiny(tmp_path / "model")
+    found = measured(model, text, candidates=("float", "W3g32"), measured=3)
+    assert found.agreement.measured == 3
+    assert all(list(unit.choices) == ["W3g32", "float"] for unit in found.units)
+    with pytest.raises(UsageError, match="float alone loses nothing"):
+        measured(model, text, candidates=("float",))
+
+
+def test_top_counts_units_and_layers(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = save_tiny(tmp_path / "model")
+    words = ["--data", str(text), "--samples", "2", "--seq-len", "32", "--schemes", "W4g32", "--measure", "0"]
+    for top, lines in (("0", 0), ("1", 1)):
+        assert invoke(["sensitivity", str(model), *words, "--top", top]) == 0
+        out = capsys.readouterr().out
+        assert out.count("layers.") == lines
+        assert out.count("cosine") == lines
 
 
 def test_correlations_by_hand() -> None:
