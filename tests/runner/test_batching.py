@@ -89,7 +89,8 @@ def test_c68_a_request_gets_what_it_gets_alone(folder: Path, plan: KvPlan | None
 def test_a_preempted_request_goes_on_as_if_nothing_had_been(folder: Path, preemption: str) -> None:
     asked = prompts(6, seed=2, longest=50)
     alone = [LLMEngine(folder).generate(prompt, 40, ignore_eos=True).token_ids for prompt in asked]
-    options: dict[str, Any] = {"kv_pages": 14, "prefix_cache": False, "host_offload": 1 << 20 if preemption == "swap" else 0}
+    room = 1 << 20 if preemption == "swap" else 0
+    options: dict[str, Any] = {"kv_pages": 14, "prefix_cache": False, "host_offload": room}
     with LLMEngine(folder, preemption=preemption, **options) as engine:
         together = [each.result().token_ids for each in [engine.submit(p, 40, ignore_eos=True) for p in asked]]
         assert engine.stats().preemptions > 0
