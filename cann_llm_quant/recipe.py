@@ -310,13 +310,9 @@ class Recipe(_Document):
         return self
 
     @model_validator(mode="after")
-    def _alpha_is_used(self) -> "Recipe":
+    def _alpha_and_effort_are_used(self) -> "Recipe":
         if self.smooth_alpha is not None and self.smoothing != {"smoothquant"}:
             raise ValueError(f"smooth_alpha is for the method smoothquant, not {self.method}; leave it out")
-        return self
-
-    @model_validator(mode="after")
-    def _effort_is_used(self) -> "Recipe":
         if self.method in ("none", "rtn") and self.effort != "balanced":
             raise ValueError(f"effort is for methods that calibrate, not for {self.method}; leave it out")
         return self
