@@ -94,7 +94,7 @@ def _own_scales(checkpoint: "Checkpoint", layers: int) -> dict[tuple[int, Any], 
     path = checkpoint.path / SCALES_FILE
     return {
         (number, side): (scale.min().item(), scale.max().item())
-        for number, one in enumerate(parse_scales(read_bytes(path), layers, str(path)))
+        for number, one in enumerate(parse_scales(read_bytes(path), layers, str(path), allow_ones=True))
         for side, scale in (("k", one.k_scale), ("v", one.v_scale))
         if scale is not None
     }

@@ -9,10 +9,11 @@ from cann_llm_quant.checkpoint.companion_tokenizer import tokenizer_of
 from cann_llm_quant.checkpoint.files import read_bytes
 from cann_llm_quant.errors import CheckpointError, UsageError
 from cann_llm_quant.export.inference_config import FILE_NAME
-from cann_llm_quant.export.kv_scales import applied_scales, parse_scales, stored_scales
+from cann_llm_quant.export.kv_scales import applied_scales, check_shapes, parse_scales, stored_scales
 from cann_llm_quant.export.kv_section import SCALES_FILE, KvCache
 from cann_llm_quant.export.native_reader import NativeCheckpoint
 from cann_llm_quant.models import arch_from_checkpoint
+from cann_llm_quant.models.arch import Arch
 from cann_llm_quant.quant.kv import KvPlan, KvScales, KvScheme, LayerKv
 from cann_llm_quant.token_classes import sensitive_ids
 
@@ -22,9 +23,10 @@ def kv_plan(checkpoint: Checkpoint) -> KvPlan:
 
     Raises CheckpointError when the files contradict each other or a scale is missing, damaged or never measured.
     """
-    num_layers = arch_from_checkpoint(checkpoint).num_layers
+    arch = arch_from_checkpoint(checkpoint)
+    num_layers = arch.num_layers
     if isinstance(checkpoint, NativeCheckpoint):
-        return _native_plan(checkpoint, num_layers)
+        return _native_plan(checkpoint, arch)
     scheme = _foreign_scheme(checkpoint)
     if scheme is None:
         return KvPlan.plain(num_layers)
@@ -57,29 +59,32 @@ def _stored(checkpoint: Checkpoint) -> Checkpoint:
     return checkpoint.inner if isinstance(checkpoint, NativeCheckpoint) else checkpoint
 
 
-def _native_plan(checkpoint: NativeCheckpoint, num_layers: int) -> KvPlan:
-    section = checkpoint.inference.kv_cache
+def _native_plan(checkpoint: NativeCheckpoint, arch: Arch) -> KvPlan:
+    section, num_layers = checkpoint.inference.kv_cache, arch.num_layers
     if not section.layers:
         return KvPlan.plain(num_layers)
     if len(section.layers) != num_layers:
         raise CheckpointError(
             f"{checkpoint.path}/{FILE_NAME}: kv_cache has {len(section.layers)} layers, the model {num_layers}"
         )
-    scales = _native_scales(checkpoint, section, num_layers)
     sensitive = sensitive_ids(tokenizer_of(checkpoint), section.sensitive) if section.sensitive else frozenset()
     try:
+        scales = _native_scales(checkpoint, section, arch)
         return KvPlan(section.layer_schemes(), scales, section.sink_tokens, section.recent_tokens, sensitive)
     except UsageError as error:
         raise CheckpointError(f"{checkpoint.path}/{FILE_NAME}: kv_cache: {error}") from error
 
 
-def _native_scales(checkpoint: NativeCheckpoint, section: KvCache, num_layers: int) -> tuple[KvScales, ...]:
+def _native_scales(checkpoint: NativeCheckpoint, section: KvCache, arch: Arch) -> tuple[KvScales, ...]:
+    num_layers, accepted = arch.num_layers, section.given_scale == 1.0
     if section.scales is None:
         return (KvScales(),) * num_layers
     if section.scales == "model":
-        return applied_scales(checkpoint.inner, num_layers, allow_ones=section.given_scale == 1.0)
+        return applied_scales(checkpoint.inner, num_layers, allow_ones=accepted)
     path = checkpoint.path / SCALES_FILE
-    return parse_scales(read_bytes(path), num_layers, str(path))
+    scales = parse_scales(read_bytes(path), num_layers, str(path), allow_ones=accepted)
+    check_shapes(section.layer_schemes(), scales, arch.num_kv_heads, arch.head_dim, str(path))
+    return scales
 
 
 def _foreign_scheme(checkpoint: Checkpoint) -> KvScheme | None:

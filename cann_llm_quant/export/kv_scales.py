@@ -27,6 +27,10 @@ _ATTENTION = r"(?:^|.*\.)(?:layers|h|blocks)\.(?P<layer>\d+)\.(?:self_attn|atten
 _SPELLINGS = re.compile(
     _ATTENTION + r"(?:(?:attn\.|qkv_proj\.)?(?P<plain>k|v|kv)_scale|(?P<of>k|v)_proj\.(?:output_scale|(?P=of)_scale))$"
 )
+_ONES = (
+    "all KV scales are 1.0, so nothing was calibrated; quantize the model anew with --kv-cache, or with --kv-scale 1.0 "
+    "to accept them"
+)
 _PARTS = {"k_scale": "k_scale", "k_zero": "k_zero_point", "v_scale": "v_scale", "v_zero": "v_zero_point"}
 
 
@@ -61,22 +65,54 @@ def scales_bytes(layers: Sequence[KvScales]) -> bytes:
     return data
 
 
-def parse_scales(data: bytes, num_layers: int, where: str) -> tuple[KvScales, ...]:
-    """The scales of each layer from the file's content. Raises CheckpointError for a damaged file or a foreign name."""
+def parse_scales(data: bytes, num_layers: int, where: str, *, allow_ones: bool = False) -> tuple[KvScales, ...]:
+    """The scales of each layer from the file's content.
+
+    Raises CheckpointError for a damaged file or a foreign name and, unless `allow_ones`, for scales that are all 1.0.
+    """
     try:
         tensors = parse_safetensors(data)
     except Exception as error:  # the library raises an exception of its own that it does not export
         raise CheckpointError(f"{where} is not a safetensors file: {error}") from error
+    scales = [tensor for name, tensor in tensors.items() if name.endswith("_scale")]
+    if not allow_ones and scales and all(bool((tensor == 1).all()) for tensor in scales):
+        raise CheckpointError(f"{where}: {_ONES}")
     found = []
     for number in range(num_layers):
         parts = {part: tensors.pop(f"layers.{number}.{name}", None) for part, name in _PARTS.items()}
         for part, tensor in parts.items():
             if tensor is not None and part.endswith("scale"):
                 _positive(f"{where}: layers.{number}.{_PARTS[part]}", tensor)
+            elif tensor is not None and tensor.dtype != torch.int32:
+                raise CheckpointError(f"{where}: layers.{number}.{_PARTS[part]} is {tensor.dtype}, expected int32")
         found.append(KvScales(**parts))
     if tensors:
         raise CheckpointError(f"{where} holds {min(tensors)}, which is no scale of a model of {num_layers} layers")
     return tuple(found)
+
+
+def check_shapes(
+    layers: Sequence[LayerKv], scales: Sequence[KvScales], kv_heads: int, head_dim: int, where: str
+) -> None:
+    """CheckpointError where the scales of a file do not have the shapes of the layers' schemes.
+
+    Raises UsageError for a scheme that does not fit the heads.
+    """
+    for number, (layer, stored) in enumerate(zip(layers, scales, strict=True)):
+        for side, scheme in (("k", layer.k), ("v", layer.v)):
+            static = scheme is not None and not scheme.is_plain and not scheme.dynamic
+            for part, used in (("scale", static), ("zero", static and scheme is not None and not scheme.symmetric)):
+                tensor: Tensor | None = getattr(stored, f"{side}_{part}")
+                name = f"{where}: layers.{number}.{_PARTS[f'{side}_{part}']}"
+                if tensor is None:
+                    continue  # whoever needs it says so
+                if not used or scheme is None:
+                    raise CheckpointError(f"{name} belongs to a cache that has none; the file is of another model")
+                shape = scheme.scale_shape(kv_heads, 1, head_dim)
+                if tensor.shape != shape:
+                    raise CheckpointError(
+                        f"{name} has shape {list(tensor.shape)}, expected {list(shape)}; the file is of another model"
+                    )
 
 
 def stored_scales(checkpoint: Checkpoint) -> dict[tuple[int, Side], tuple[str, Tensor]]:
@@ -124,10 +160,7 @@ def applied_scales(checkpoint: Checkpoint, num_layers: int, *, allow_ones: bool 
             f"{checkpoint.path}: {applied} KV scales for {num_layers} layers, which need {2 * num_layers}: {problem}"
         )
     if not allow_ones and all(bool((value == 1).all()) for _, value in found.values()):
-        raise CheckpointError(
-            f"{checkpoint.path}: all KV scales are 1.0, so nothing was calibrated; quantize with --kv-cache, or "
-            "accept them with --kv-scale 1.0"
-        )
+        raise CheckpointError(f"{checkpoint.path}: {_ONES}")
     value = {key: tensor.view(1, 1, 1) for key, (_, tensor) in found.items()}
     return tuple(KvScales(k_scale=value[layer, "k"], v_scale=value[layer, "v"]) for layer in range(num_layers))
 

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 from tiny_models import save_tiny
 
 from cann_llm_quant.checkpoint import open_checkpoint
 from cann_llm_quant.cli.main import main
 from cann_llm_quant.errors import CheckpointError, UsageError
 from cann_llm_quant.export.kv_cache import kv_plan, kv_plan_for
-from cann_llm_quant.export.kv_scales import common_scheme, is_kv_scale, parse_scales, scales_bytes
+from cann_llm_quant.export.kv_scales import check_shapes, common_scheme, is_kv_scale, parse_scales, scales_bytes
 from cann_llm_quant.export.quantization_config import quantization_config
 from cann_llm_quant.kv_spec import parse_kv_spec
 from cann_llm_quant.quant.kv import KvScales, KvScheme, LayerKv
@@ -160,6 +160,45 @@ def test_the_file_of_scales_reads_back_bit_equal_and_damage_is_named() -> None:
         parse_scales(data, 1, "file")
     with pytest.raises(CheckpointError, match="file is not a safetensors file"):
         parse_scales(data[:-3], 2, "file")
+
+
+def test_c63_a_file_of_ones_is_refused() -> None:
+    data = scales_bytes([KvScales(torch.ones(2, 1, 4), torch.zeros(2, 1, 4, dtype=torch.int32))])
+    with pytest.raises(CheckpointError, match=r"file: all KV scales are 1\.0, so nothing was calibrated"):
+        parse_scales(data, 1, "file")
+    assert parse_scales(data, 1, "file", allow_ones=True)[0].k_scale is not None
+
+
+def test_zero_points_are_whole() -> None:
+    data = save({"layers.0.k_scale": torch.rand(2, 1, 4) + 0.1, "layers.0.k_zero_point": torch.full((2, 1, 4), 0.5)})
+    with pytest.raises(CheckpointError, match=r"layers\.0\.k_zero_point is torch\.float32, expected int32"):
+        parse_scales(data, 1, "file")
+
+
+@pytest.mark.parametrize(
+    ("scales", "message"),
+    [
+        (
+            KvScales(torch.ones(1, 1, 1)),
+            r"file: layers\.0\.k_scale has shape \[1, 1, 1\], expected \[2",
+        ),
+        (
+            KvScales(torch.ones(2, 1, 4), torch.zeros(1, 1, 1, dtype=torch.int32)),
+            r"k_zero_point has shape \[1, 1, 1\], expected \[2, 1, 4\]",
+        ),
+        (KvScales(v_scale=torch.ones(2, 1, 4)), r"layers\.0\.v_scale belongs to a cache that has none"),
+        (
+            KvScales(v_zero=torch.zeros(1, dtype=torch.int32)),
+            r"layers\.0\.v_zero_point belongs to a cache that has none",
+        ),
+    ],
+)
+def test_scales_of_another_scheme_are_refused_by_their_file(scales: KvScales, message: str) -> None:
+    layer = LayerKv(
+        KvScheme("int8", symmetric=False, strategy="channel"), KvScheme("int8", strategy="token", dynamic=True)
+    )
+    with pytest.raises(CheckpointError, match=message):
+        check_shapes([layer], [scales], 2, 4, "file")
 
 
 def test_compressed_tensors_can_say_one_scale_a_layer_and_no_more() -> None:
