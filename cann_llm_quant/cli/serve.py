@@ -173,7 +173,9 @@ def serve(
 ) -> None:
     """Serve a model over HTTP with OpenAI's API. Ctrl-C lets running answers end; a second one cancels them."""
     check_libraries()
-    if api_key is not None and not api_key.strip():
+    # a key read from a file often ends with a newline, which no header can carry
+    api_key = None if api_key is None else api_key.strip()
+    if api_key == "":
         raise UsageError(f"--api-key is empty; give a key, or leave it and {API_KEY_VARIABLE} out")
     if not 0 <= drain < float("inf"):
         raise UsageError(f"--drain {drain} must be a number of seconds, 0 or more")

@@ -151,7 +151,7 @@ def test_the_command_serves_and_ends_what_it_began(folder) -> None:
         "--model-name",
         "m",
     ]
-    environment = {**os.environ, "CANN_LLM_QUANT_API_KEY": "k"}
+    environment = {**os.environ, "CANN_LLM_QUANT_API_KEY": "k\n"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
         try:
             assert process.stdout is not None
