@@ -34,6 +34,7 @@ SensitiveClass = Literal["numbers", "names"]
 TYPES = ("int8", "int4", "fp8_e4m3", "fp8_e5m2", "fp16", "bf16", "float")
 PLAIN = ("fp16", "bf16", "float")
 _STRATEGIES = ("tensor", "head", "channel", "token")
+_FLOAT32_TINY, _FLOAT32_MAX = 2.0**-126, 2.0**127  # stored scales are float32
 _ALIASES = {"fp8": "fp8_e4m3"}
 _GROUP = re.compile(r"g([1-9]\d*)")
 _PAIR = re.compile(r"k=(\S+)\s+v=(\S+)")
@@ -280,7 +281,9 @@ class KvRecipe(BaseModel):
         le=100,
         description="share of the values that stored ranges hold, half of the rest beyond either end",
     )
-    scale: float | None = Field(default=None, gt=0, description="one scale for all instead of measured ones")
+    scale: float | None = Field(
+        default=None, ge=_FLOAT32_TINY, le=_FLOAT32_MAX, description="one scale for all instead of measured ones"
+    )
     smooth: bool = Field(default=False, description="even out K's channels by powers of two folded into q and k")
 
     @model_validator(mode="after")

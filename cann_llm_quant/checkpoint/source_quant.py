@@ -55,12 +55,23 @@ def float_source_config(
             f"{path} is already quantized ({_method(claimed)}: tensor {evidence.name!r} is stored as "
             f"{_short(evidence.dtype)}); give the float model it was made from"
         )
+    if _only_cache(claimed):
+        return dict(config)
     if claimed and not ignore_stale:
         raise CheckpointError(
             f"{path / 'config.json'}: {next(iter(claimed))} says {_method(claimed)}, but no tensor is quantized, so "
             "the field is stale; remove it or pass --ignore-source-quant to drop it"
         )
     return {key: value for key, value in config.items() if key not in claimed}
+
+
+def _only_cache(claimed: Mapping[str, Any]) -> bool:
+    """Whether all that is claimed is a quantized KV cache over float weights, as compressed-tensors writes it."""
+    sections = list(claimed.values())
+    return bool(sections) and all(
+        isinstance(section, dict) and section.get("kv_cache_scheme") and not section.get("config_groups")
+        for section in sections
+    )
 
 
 def is_quantized_tensor(info: TensorInfo) -> bool:

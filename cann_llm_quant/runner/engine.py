@@ -23,7 +23,7 @@ from cann_llm_quant.models.decoder import DecoderModel
 from cann_llm_quant.quant.kv import KvPlan
 from cann_llm_quant.runner.answer import Chunk, Generation
 from cann_llm_quant.runner.batch import Batch, EngineStats
-from cann_llm_quant.runner.kv_policy import KvChoice, resolve_plan
+from cann_llm_quant.runner.kv_policy import KvChoice, resolve_plan, stored_page_size
 from cann_llm_quant.runner.options import EngineOptions
 from cann_llm_quant.runner.service import Handle, Service
 from cann_llm_quant.runner.settings import GenerationSettings, check_token_ids
@@ -56,12 +56,12 @@ class LLMEngine:
         _check_names(options)
         place, precision = resolve_device(device), resolve_dtype(dtype)
         loaded = load_shared(str(path), place, precision, kernel, revision=revision, allow_pickle=allow_pickle)
-        if isinstance(kv_cache, str):
-            kv_cache = KvChoice(kv_cache)
-        if isinstance(kv_cache, KvChoice):
+        if not isinstance(kv_cache, KvPlan):
+            choice = kv_cache if isinstance(kv_cache, KvChoice) else KvChoice(kv_cache)
             with open_source(str(path), revision=revision, allow_pickle=allow_pickle) as checkpoint:
-                kv_cache = resolve_plan(checkpoint, kv_cache, loaded.model.arch.num_layers)
-        self._adopt(loaded, kv_cache, EngineOptions(**{"page_size": loaded.page_size} | options))
+                kv_cache = resolve_plan(checkpoint, choice, loaded.model.arch.num_layers)
+                options = {"page_size": stored_page_size(checkpoint)} | options
+        self._adopt(loaded, kv_cache, EngineOptions(**options))
 
     @classmethod
     def from_parts(
@@ -85,7 +85,7 @@ class LLMEngine:
         self.tokenizer = loaded.tokenizer
         self.end_ids = loaded.end_ids
         self.options = options
-        self.kv_plan = plan or loaded.kv_plan or KvPlan.plain(loaded.model.arch.num_layers)
+        self.kv_plan = plan or KvPlan.plain(loaded.model.arch.num_layers)
         batch = Batch(loaded, self.kv_plan, options)
         self.max_context = batch.limits.max_context
         self._adds_bos = adds_bos(loaded.tokenizer)

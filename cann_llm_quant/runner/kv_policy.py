@@ -8,7 +8,7 @@ from cann_llm_quant.errors import UsageError
 from cann_llm_quant.export.kv_cache import kv_plan, kv_plan_for
 from cann_llm_quant.export.native_reader import NativeCheckpoint
 from cann_llm_quant.kv_spec import parse_kv_spec
-from cann_llm_quant.quant.kv import KvPlan
+from cann_llm_quant.quant.kv import KvPlan, KvScales
 from cann_llm_quant.token_classes import sensitive_ids
 
 DEFAULT_PAGE_SIZE = 16
@@ -16,7 +16,11 @@ DEFAULT_PAGE_SIZE = 16
 
 @dataclass(frozen=True)
 class KvChoice:
-    """What replaces the files' own policy; None leaves it. `scheme` is a SPEC of kv_recipe.py, `float` turns it off."""
+    """What replaces the files' own policy; None leaves it.
+
+    `scheme` is a SPEC of kv_recipe.py (`float` turns the policy off); it replaces the policy as a whole, so that tokens
+    stay in float only where that is asked for as well.
+    """
 
     scheme: str | None = None
     sink_tokens: int | None = None
@@ -38,14 +42,7 @@ def resolve_plan(checkpoint: Checkpoint, choice: KvChoice, num_layers: int) -> K
     if choice.scheme is None:
         plan = kv_plan(checkpoint)
     else:
-        wanted = parse_kv_spec(choice.scheme, num_layers)
-        try:
-            plan = kv_plan_for(checkpoint, wanted)
-        except UsageError as error:
-            raise UsageError(
-                f"KV cache {choice.scheme!r}: {error} (`quantize --method none --kv-cache ...` stores scales, -dynamic "
-                "needs none)"
-            ) from error
+        plan = _given_plan(checkpoint, choice.scheme, num_layers)
     if choice.sink_tokens is not None:
         plan = replace(plan, sink_tokens=choice.sink_tokens)
     if choice.recent_tokens is not None:
@@ -53,6 +50,20 @@ def resolve_plan(checkpoint: Checkpoint, choice: KvChoice, num_layers: int) -> K
     if choice.sensitive is not None:
         plan = replace(plan, sensitive=sensitive_ids(tokenizer_of(checkpoint), choice.sensitive))
     return plan
+
+
+def _given_plan(checkpoint: Checkpoint, scheme: str, num_layers: int) -> KvPlan:
+    """The plan of a SPEC; the files are read only where it needs scales."""
+    wanted = parse_kv_spec(scheme, num_layers)
+    needs_none = all(one is None or one.is_plain or one.dynamic for layer in wanted for one in (layer.k, layer.v))
+    if needs_none:
+        return KvPlan(wanted, (KvScales(),) * num_layers)
+    try:
+        return replace(kv_plan_for(checkpoint, wanted), sink_tokens=0, recent_tokens=0, sensitive=frozenset())
+    except UsageError as error:
+        raise UsageError(
+            f"KV cache {scheme!r}: {error} (`quantize --method none --kv-cache ...` stores scales, -dynamic needs none)"
+        ) from error
 
 
 def stored_page_size(checkpoint: Checkpoint) -> int:

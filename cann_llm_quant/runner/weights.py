@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerBase
 from cann_llm_quant.checkpoint import Checkpoint
 from cann_llm_quant.checkpoint.companion_tokenizer import tokenizer_of
 from cann_llm_quant.errors import CheckpointError
-from cann_llm_quant.export.kv_cache import kv_plan
 from cann_llm_quant.export.native_inputs import input_quantizers
 from cann_llm_quant.export.native_reader import NativeCheckpoint
 from cann_llm_quant.models import arch_from_checkpoint
@@ -24,8 +23,6 @@ from cann_llm_quant.models.decoder import DecoderLayer, DecoderModel, DenseLinea
 from cann_llm_quant.models.lookup import QuantizedLookup
 from cann_llm_quant.models.weights import load_model
 from cann_llm_quant.quant.activations import InputQuantizer
-from cann_llm_quant.quant.kv import KvPlan
-from cann_llm_quant.runner.kv_policy import DEFAULT_PAGE_SIZE, stored_page_size
 from cann_llm_quant.runner.linear import packed_linear
 from cann_llm_quant.runner.source import open_source
 from cann_llm_quant.runner.stop import end_ids
@@ -34,13 +31,11 @@ from cann_llm_quant.tokenizer import check_vocabulary
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model with its tokenizer, the ids that end a text, and the KV policy that its files name (None: none)."""
+    """A model with its tokenizer and the ids that end a text."""
 
     model: DecoderModel
     tokenizer: PreTrainedTokenizerBase
     end_ids: frozenset[int]
-    kv_plan: KvPlan | None = None
-    page_size: int = DEFAULT_PAGE_SIZE
 
 
 _shared: weakref.WeakValueDictionary[tuple[Any, ...], LoadedModel] = weakref.WeakValueDictionary()
@@ -99,7 +94,7 @@ def load_packed(
             model = _PackedLoader(checkpoint, arch, device, dtype, kernel, inputs).model()
         else:
             model = load_model(checkpoint, arch, device, dtype)
-        return LoadedModel(model, tokenizer, ends, kv_plan(checkpoint), stored_page_size(checkpoint))
+    return LoadedModel(model, tokenizer, ends)
 
 
 def _generation_config(checkpoint: Checkpoint) -> Mapping[str, Any]:
