@@ -2,7 +2,7 @@
 
 Formats are one line of text, the same in a recipe, in `--kv-cache` and for every command that takes them:
 
-    SPEC    = RULE { ("," | ";") RULE }  |  "auto" [ N "%" ]
+    SPEC    = RULE { ("," | ";") RULE }  |  "auto"
     RULE    = [ LAYERS ":" ] FORMAT          without LAYERS: all layers that no other rule names; the last rule wins
     LAYERS  = "first" N | "last" N | list    N layers or a share such as 30%; a list of numbers such as 0,3,8-11
     FORMAT  = ONE | "k=" ONE "v=" ONE
@@ -14,7 +14,7 @@ Formats are one line of text, the same in a recipe, in `--kv-cache` and for ever
 said otherwise integers have one scale a `channel` for K and a `token` for V, fp8 one a `tensor`; scales are symmetric
 and static (calibrated). `int4` without options is asymmetric and dynamic. Tokens and groups of N channels of a token
 are always dynamic: nothing could be known of them beforehand. Dynamic scales of the others belong to one page. `auto`
-measures which formats cost least within a share of the bytes that 16 bits a value take, half of them unless said.
+measures which formats cost least within a number of stored bits per value (`bits`, `--kv-bits`).
 """
 
 import re
@@ -34,11 +34,11 @@ SensitiveClass = Literal["numbers", "names"]
 TYPES = ("int8", "int4", "fp8_e4m3", "fp8_e5m2", "fp16", "bf16", "float")
 PLAIN = ("fp16", "bf16", "float")
 _STRATEGIES = ("tensor", "head", "channel", "token")
+HALF_OF_FP16 = 8.0
 _FLOAT32_TINY, _FLOAT32_MAX = 2.0**-126, 2.0**127  # stored scales are float32
 _ALIASES = {"fp8": "fp8_e4m3"}
 _GROUP = re.compile(r"g([1-9]\d*)")
 _PAIR = re.compile(r"k=(\S+)\s+v=(\S+)")
-_AUTO = re.compile(r"auto(?:\s+(\d+(?:\.\d+)?)\s*%)?")
 _EDGE = re.compile(r"(first|last)\s+(\d+(?:\.\d+)?)\s*(%?)")
 _RANGE = re.compile(r"(\d+)(?:\s*-\s*(\d+))?")
 
@@ -77,15 +77,15 @@ class KvRule:
 
 @dataclass(frozen=True)
 class KvSpec:
-    """A parsed SPEC; see the module's grammar. `auto` is the share of bytes that a measured choice may take."""
+    """A parsed SPEC; see the module's grammar. `auto`: formats are still to be measured and chosen."""
 
     rules: tuple[KvRule, ...]
-    auto: float | None = None
+    auto: bool = False
 
     @property
     def calibrated(self) -> bool:
         """Whether any layer stores scales, or may come to."""
-        if self.auto is not None:
+        if self.auto:
             return True
         formats = [one for rule in self.rules for one in (rule.pair.k, rule.pair.v)]
         return any(one is not None and one.calibrated for one in formats)
@@ -94,7 +94,7 @@ class KvSpec:
         """The pair of each layer. Raises UsageError for a rule that names layers the model does not have, and for
         `auto`, which only `quantize` can measure.
         """
-        if self.auto is not None:
+        if self.auto:
             raise UsageError("the KV cache auto is measured by quantize, which stores what it chose; name formats here")
         default = [rule.pair for rule in self.rules if rule.layers is None]
         pairs = [default[-1] if default else KvPair()] * num_layers
@@ -106,12 +106,8 @@ class KvSpec:
 
 def parse_rules(text: str) -> KvSpec:
     """The rules of a SPEC. Raises UsageError that names the part which is wrong."""
-    auto = _AUTO.fullmatch(text.strip().lower())
-    if auto is not None:
-        share = float(auto[1] or 50)
-        if not 0 < share <= 100:
-            raise UsageError(f"{text!r} is no share of the bytes; write auto 50%")
-        return KvSpec((), share / 100)
+    if text.strip().lower() == "auto":
+        return KvSpec((), auto=True)
     parts = _parts(text)
     if not parts:
         raise UsageError("a KV cache format is missing; write int8, or first 30%: fp8_e5m2, last 30%: fp16")
@@ -263,7 +259,7 @@ class KvRecipe(BaseModel):
         default="int8", description="formats of K and V by layer, such as int8 or first 30%: fp8_e5m2, last 30%: fp16"
     )
     bits: float | None = Field(
-        default=None, gt=0, le=16, description="stored bits per value that auto may take; chooses among the candidates"
+        default=None, gt=0, le=16, description="stored bits per value that auto may take; null: 8, half of FP16"
     )
     candidates: Annotated[tuple[str, ...] | None, BeforeValidator(_listed)] = Field(
         default=None, description="formats to choose from, such as int8-channel; null: some of 4, 8 and 16 bits"
@@ -289,11 +285,9 @@ class KvRecipe(BaseModel):
     @model_validator(mode="after")
     def _used(self) -> "KvRecipe":
         """Refuse what would do nothing."""
-        if self.bits is not None and self.scheme.strip().lower() != "auto":
-            raise ValueError(f"bits are the budget of the scheme auto, not of {self.scheme!r}; drop one of the two")
-        if self.candidates is not None and self.bits is None:
-            raise ValueError("candidates are for auto within a number of bits; add bits")
-        if self.spec.auto is not None and self.scale is not None:
+        if (self.bits is not None or self.candidates is not None) and not self.spec.auto:
+            raise ValueError(f"bits and candidates are of the scheme auto, not of {self.scheme!r}; leave them out")
+        if self.spec.auto and self.scale is not None:
             raise ValueError("auto measures scales, so none can be given; leave out scale")
         static = self.spec.calibrated
         if not static and (self.scale is not None or self.headroom != 1 or self.percentile != 100):
@@ -303,7 +297,7 @@ class KvRecipe(BaseModel):
         keys = [rule.pair.k for rule in self.spec.rules]
         if (
             self.smooth
-            and self.spec.auto is None
+            and not self.spec.auto
             and all(one is None or one.dtype in PLAIN or one.strategy == "channel" for one in keys)
         ):
             raise ValueError("smooth is for channels of K that share a scale, as in int8-head; leave it out")
@@ -313,6 +307,11 @@ class KvRecipe(BaseModel):
     def spec(self) -> KvSpec:
         """The parsed `scheme`."""
         return parse_rules(self.scheme)
+
+    @property
+    def budget(self) -> float | None:
+        """Stored bits per value that `auto` may take; None where formats are named."""
+        return (self.bits or HALF_OF_FP16) if self.spec.auto else None
 
     @property
     def needs_calibration(self) -> bool:

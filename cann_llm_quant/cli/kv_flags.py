@@ -13,8 +13,8 @@ KvCache = Annotated[
         "--kv-cache",
         metavar="SPEC",
         help="Formats of keys and values: int8, int4, fp8_e4m3, fp8_e5m2, fp16, bf16 or float, with options such as "
-        "int8-head or 'k=int8-channel v=int4-token'; by layer as 'first 30%: fp8_e5m2, last 30%: fp16'; 'auto 50%' "
-        "measures which layers bear which, within that share of 16 bits. vLLM and transformers know fp8_e4m3 and "
+        "int8-head or 'k=int8-channel v=int4-token'; by layer as 'first 30%: fp8_e5m2, last 30%: fp16'; auto "
+        "measures which layers bear which, within --kv-bits. vLLM and transformers know fp8_e4m3 and "
         "int8-tensor. [default: float]",
         rich_help_panel=KV,
     ),
@@ -25,7 +25,7 @@ KvBits = Annotated[
         "--kv-bits",
         metavar="B",
         help="Stored bits per value on average, scales included, for --kv-cache auto: measures the KL of each layer's "
-        "K and V apart and gives each one of the candidates. 8 is half of FP16.",
+        "K and V apart and gives each one of the candidates. [default: 8, half of FP16]",
         rich_help_panel=KV,
     ),
 ]
@@ -34,8 +34,8 @@ KvCandidates = Annotated[
     typer.Option(
         "--kv-candidates",
         metavar="LIST",
-        help="Formats to choose from for --kv-bits; the first is measured, others follow from it. "
-        "[default: int4,int4-g32-asym,int8,int8-channel,int8-token,fp8_e4m3,fp16]",
+        help="Formats that auto chooses from; the first is measured, others follow from it. "
+        "[default: int4,int4-g32-asym,int8,int8-channel,int8-channel-dynamic,int8-token,fp8_e4m3,fp16]",
         rich_help_panel=KV,
     ),
 ]

@@ -129,8 +129,8 @@ def quantize(
     refuse_unused(resolved.method, flags, resolved.target_bits)
     if resolved.target_bits is None and (sensitivity is not None or candidates is not None):
         raise UsageError("--sensitivity and --candidates are for a bit target; add --target-bits B")
-    if kv_sensitivity is not None and (resolved.kv_cache is None or resolved.kv_cache.bits is None):
-        raise UsageError("--kv-sensitivity is for a budget of the KV cache; add --kv-cache auto --kv-bits B")
+    if kv_sensitivity is not None and (resolved.kv_cache is None or resolved.kv_cache.budget is None):
+        raise UsageError("--kv-sensitivity is for formats that are chosen; add --kv-cache auto")
     if show_recipe:
         shown = {"recipe": resolved.model_dump(mode="json")}
         Reply(json).result(shown, lambda _: typer.echo(resolved.to_json()))

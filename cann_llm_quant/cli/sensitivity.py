@@ -55,7 +55,7 @@ def sensitivity(
             metavar="LIST",
             help="Schemes to try; the first ranks, but float. W4g64: 4 bits in groups of 64; W4g64a: asymmetric; W8: "
             "one scale a row. [default: W4g64,W3g64,W4g128,W4g32,W5g64,W6g64,W8]. With --kv-cache formats as for "
-            "quantize, [default: int4,int4-g32-asym,int8,int8-channel,int8-token,fp8_e4m3,fp16]",
+            "quantize, [default: int4,int4-g32-asym,int8,int8-channel,int8-channel-dynamic,int8-token,fp8_e4m3,fp16]",
         ),
     ] = None,
     top: Annotated[int, typer.Option("--top", metavar="K", min=0, help="Units and layers to print.")] = 10,

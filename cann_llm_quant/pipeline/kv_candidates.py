@@ -8,7 +8,16 @@ from cann_llm_quant.kv_spec import parse_kv_spec
 from cann_llm_quant.models.arch import Arch
 from cann_llm_quant.quant.kv import KvScheme, LayerKv
 
-DEFAULT_KV_CANDIDATES = ("int4", "int4-g32-asym", "int8", "int8-channel", "int8-token", "fp8_e4m3", "fp16")
+DEFAULT_KV_CANDIDATES = (
+    "int4",
+    "int4-g32-asym",
+    "int8",
+    "int8-channel",
+    "int8-channel-dynamic",
+    "int8-token",
+    "fp8_e4m3",
+    "fp16",
+)
 SIDES: tuple[Side, Side] = ("k", "v")
 
 Candidates = Mapping[Side, Mapping[str, KvScheme | None]]

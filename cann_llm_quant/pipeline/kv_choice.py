@@ -77,15 +77,15 @@ class KvMix:
 def resolve_kv_bits(
     source: Checkpoint, name: str, recipe: Recipe, options: RunOptions, tell: Tell
 ) -> tuple[Recipe, KvChoiceReport | None]:
-    """The recipe with `auto` and `bits` of the KV cache replaced by formats, and the report; unchanged without `bits`.
+    """The recipe with `auto` of the KV cache replaced by formats, and the report; unchanged where formats are named.
 
     The measurement comes from `options.kv_sensitivity` or is made here. Raises UsageError for a budget that the
     candidates cannot keep and for a file that does not fit the model and the recipe.
     """
     wanted = recipe.kv_cache
-    if wanted is None or wanted.bits is None:
+    if wanted is None or wanted.budget is None:
         return recipe, None
-    arch, bits = arch_from_checkpoint(source), wanted.bits
+    arch, bits = arch_from_checkpoint(source), wanted.budget
     offered = candidates_of(wanted.candidates, arch)
     _require_reachable(offered, arch, wanted, bits)
     calibration = recipe.calibration

@@ -20,7 +20,6 @@ from cann_llm_quant.models.arch import Layer
 from cann_llm_quant.pipeline.closing import output_files, summarize
 from cann_llm_quant.pipeline.embedding import write_embedding
 from cann_llm_quant.pipeline.head import HEAD, reads_text_for_head, write_head
-from cann_llm_quant.pipeline.kv_auto import resolve_auto
 from cann_llm_quant.pipeline.kv_choice import choice_files, resolve_kv_bits
 from cann_llm_quant.pipeline.layer_run import layer_passes, quantize_one
 from cann_llm_quant.pipeline.layer_tensors import require_finite
@@ -63,7 +62,6 @@ def quantize_model(
         source = rotated_source(opened, recipe, tell)
         recipe = resolve_mix(source, _name_of(model), recipe, options, tell)
         recipe, kv_choice = resolve_kv_bits(source, _name_of(model), recipe, options, tell)
-        recipe = resolve_auto(source, recipe, options, tell)
         job = prepare(source, _name_of(model), recipe, options, tell)
         with CheckpointWriter.open(
             output,
