@@ -12,9 +12,10 @@ Formats are one line of text, the same in a recipe, in `--kv-cache` and for ever
 
 `first 30%: fp8_e5m2, last 30%: fp16` leaves the layers between in `float`, the type that the model computes in. Unless
 said otherwise integers have one scale a `channel` for K and a `token` for V, fp8 one a `tensor`; scales are symmetric
-and static (calibrated). `int4` without options is asymmetric and dynamic. Tokens and groups of N channels of a token
-are always dynamic: nothing could be known of them beforehand. Dynamic scales of the others belong to one page. `auto`
-measures which formats cost least within a number of stored bits per value (`bits`, `--kv-bits`).
+and static (calibrated). `int8` and `int4` without options are dynamic, `int4` asymmetric as well: RoPE turns slow
+channels of K out of the range that calibration saw as texts grow longer than its windows. Tokens and groups of N
+channels of a token are always dynamic: nothing could be known of them beforehand. Dynamic scales of the others belong
+to one page. `auto` measures which formats cost least within a number of stored bits per value (`bits`, `--kv-bits`).
 """
 
 import re
@@ -178,9 +179,9 @@ def _format(text: str, name: str, options: list[str], side: Side) -> KvFormat:
     strategy = strategy or ("tensor" if not integer else "channel" if side == "k" else "token")
     group = _GROUP.fullmatch(strategy)
     each = strategy == "token" or group is not None
-    bare_int4 = name == "int4" and not options
-    symmetric = symmetry == "sym" if symmetry else not bare_int4
-    dynamic = when == "dynamic" if when else each or bare_int4
+    bare = integer and not options
+    symmetric = symmetry == "sym" if symmetry else not (bare and name == "int4")
+    dynamic = when == "dynamic" if when else each or bare
     if each and not dynamic:
         raise UsageError(f"{text!r}: scales of single tokens cannot be known beforehand; leave out static")
     if not integer and not symmetric:

@@ -41,7 +41,7 @@ def test_of_two_rules_for_a_layer_the_last_wins_and_a_rule_beats_the_default_whe
 
 def test_what_short_names_mean() -> None:
     (int8,), (int4,), (fp8,) = (parse_kv_spec(name, 1) for name in ("int8", "int4", "FP8"))
-    assert int8 == LayerKv(KvScheme("int8", strategy="channel"), KvScheme("int8", strategy="token", dynamic=True))
+    assert int8 == LayerKv(KvScheme("int8", True, "channel", None, True), KvScheme("int8", True, "token", None, True))
     assert int4 == LayerKv(KvScheme("int4", False, "channel", None, True), KvScheme("int4", False, "token", None, True))
     assert fp8 == LayerKv(KvScheme("fp8_e4m3"), KvScheme("fp8_e4m3"))
     (mixed,) = parse_kv_spec("k=int8-asym-head v=int4-g32", 1)

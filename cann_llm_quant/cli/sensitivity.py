@@ -100,7 +100,7 @@ def sensitivity(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Measure what quantizing each linear, or each layer's cached keys and values, costs in KL divergence.
+    """Measure what quantizing each linear or cache costs.
 
     Damage is the KL divergence, in nats per token, of quantizing that part alone. One layer is in memory at a time.
     """

@@ -236,7 +236,14 @@ def test_the_choice_is_the_best_that_keeps_the_budget(data: st.DataObject) -> No
         for layer in range(2)
         for side in ("k", "v")
     )
-    sizes = {"fp16": 16.0, "int8-channel": 8.0, "int8-token-dynamic": 9.0, K4: 6.0, V4: 6.0}  # by hand: 16 channels
+    sizes = {
+        "fp16": 16.0,
+        "int8-channel": 8.0,
+        "int8-channel-dynamic": 9.0,
+        "int8-token-dynamic": 9.0,
+        K4: 6.0,
+        V4: 6.0,
+    }  # by hand: 16 channels
     bits = data.draw(st.sampled_from([6.0, 7.0, 7.25, 8.0, 9.5, 16.0]))
     mix = choose(KvSensitivity.model_construct(sides=sides), arch, wanted, offered, bits)
     options = [[(sizes[label], one.damage) for label, one in entry.formats.items()] for entry in sides]

@@ -116,5 +116,5 @@ def test_perplexity_says_what_the_cache_was_and_costs(folder: Path, capsys: pyte
 
 
 def test_scales_that_were_never_stored_are_asked_for(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["perplexity", str(folder), "--kv-cache", "int8"]) == 2
+    assert main(["perplexity", str(folder), "--kv-cache", "int8-head"]) == 2
     assert "quantize --method none --kv-cache" in capsys.readouterr().err
