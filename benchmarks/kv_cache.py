@@ -24,6 +24,7 @@ from cann_llm_quant.evaluate.evaluation import evaluate
 from cann_llm_quant.evaluate.windows import cut_windows
 from cann_llm_quant.export.native_reader import open_native
 from cann_llm_quant.kv_recipe import parse_rules
+from cann_llm_quant.models.decoder import DecoderModel
 from cann_llm_quant.quant.kv import KvPlan
 from cann_llm_quant.runner.cached_windows import CachedWindows
 from cann_llm_quant.runner.kv_policy import KvChoice, resolve_plan
@@ -103,7 +104,7 @@ def main() -> None:
     print(json.dumps({"float_perplexity": result.divergence.reference_perplexity, "tokens": result.tokens}))
 
 
-def cached(model, plan: KvPlan, page: int, rows: Tensor) -> Iterator[Tensor]:  # type: ignore[no-untyped-def]
+def cached(model: DecoderModel, plan: KvPlan, page: int, rows: Tensor) -> Iterator[Tensor]:
     """Logits of windows, each through pages of its own."""
     for row in rows:
         yield model(row[None], attend=CachedWindows(plan, row[None], page_size=page))[0]

@@ -13,6 +13,7 @@ from dataclasses import fields
 from typing import Literal
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load as parse_safetensors
 from safetensors.torch import save as safetensors_bytes
 from torch import Tensor
@@ -72,7 +73,7 @@ def parse_scales(data: bytes, num_layers: int, where: str, *, allow_ones: bool =
     """
     try:
         tensors = parse_safetensors(data)
-    except Exception as error:  # the library raises an exception of its own that it does not export
+    except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"{where} is not a safetensors file: {error}") from error
     scales = [tensor for name, tensor in tensors.items() if name.endswith("_scale")]
     if not allow_ones and scales and all(bool((tensor == 1).all()) for tensor in scales):
