@@ -4,7 +4,7 @@ A layer's K and V are measured while all windows run through it for other ends, 
 Where nothing else asks for that pass (the last layer's output is read by nobody), its attention alone is run.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -153,11 +153,13 @@ def kv_section(job: Job, records: dict[str, dict[str, Any]]) -> KvCache:
         return KvCache()
     schemes = {scheme for layer in job.kv for scheme in (layer.k, layer.v) if scheme is not None}
     stored = any(is_stored(scheme) for scheme in schemes)
-    place = "model" if common_scheme(job.kv) is not None else "kv_cache/scales.safetensors"
+    place: Literal["model", "kv_cache/scales.safetensors"] = (
+        "model" if common_scheme(job.kv) is not None else "kv_cache/scales.safetensors"
+    )
     return KvCache(
         schemes={scheme.label(): KvFormat.of(scheme) for scheme in sorted(schemes, key=KvScheme.label)},
         layers=[KvLayer(k=_label(layer.k), v=_label(layer.v)) for layer in job.kv],
-        scales=place if stored else None,  # type: ignore[arg-type]
+        scales=place if stored else None,
         given_scale=wanted.scale,
         page_size=wanted.page_size,
         sink_tokens=wanted.sink_tokens,
