@@ -17,6 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from cann_llm_quant.checkpoint.hub import locate
 from cann_llm_quant.device import resolve_device, resolve_dtype
 from cann_llm_quant.errors import RequestError, UsageError
 from cann_llm_quant.models.decoder import DecoderModel
@@ -55,10 +56,11 @@ class LLMEngine:
     ) -> None:
         _check_names(options)
         place, precision = resolve_device(device), resolve_dtype(dtype)
-        loaded = load_shared(str(path), place, precision, kernel, revision=revision, allow_pickle=allow_pickle)
+        folder = str(locate(str(path), revision=revision, allow_pickle=allow_pickle))
+        loaded = load_shared(folder, place, precision, kernel, allow_pickle=allow_pickle)
         if not isinstance(kv_cache, KvPlan):
             choice = kv_cache if isinstance(kv_cache, KvChoice) else KvChoice(kv_cache)
-            with open_source(str(path), revision=revision, allow_pickle=allow_pickle) as checkpoint:
+            with open_source(folder, allow_pickle=allow_pickle) as checkpoint:
                 kv_cache = resolve_plan(checkpoint, choice, loaded.model.arch.num_layers)
                 options = {"page_size": stored_page_size(checkpoint)} | options
         self._adopt(loaded, kv_cache, EngineOptions(**options))

@@ -48,21 +48,20 @@ def load_shared(
     dtype: torch.dtype,
     kernel: str = "auto",
     *,
-    revision: str | None = None,
     allow_pickle: bool = False,
 ) -> LoadedModel:
-    """`load_packed`, or what it gave another engine that still holds it, if no file has changed since."""
-    key = (path, _change_times(path), device, dtype, kernel, revision, allow_pickle)
+    """`load_packed`, or what it gave another engine that still holds it, if no file at `path` has changed since."""
+    key = (path, _change_times(path), device, dtype, kernel, allow_pickle)
     with _loading:
         loaded = _shared.get(key)
         if loaded is None:
-            loaded = load_packed(path, device, dtype, kernel, revision=revision, allow_pickle=allow_pickle)
+            loaded = load_packed(path, device, dtype, kernel, allow_pickle=allow_pickle)
             _shared[key] = loaded
         return loaded
 
 
 def _change_times(path: str) -> tuple[tuple[str, int, int], ...]:
-    """Name, size and time of change of every file of a local model; nothing for a hub id."""
+    """Name, size and time of change of every file of a model, as far as they are there."""
     if not os.path.isdir(path):
         stat = os.stat(path) if os.path.exists(path) else None
         return () if stat is None else ((os.path.realpath(path), stat.st_size, stat.st_mtime_ns),)
@@ -77,14 +76,13 @@ def load_packed(
     dtype: torch.dtype,
     kernel: str = "auto",
     *,
-    revision: str | None = None,
     allow_pickle: bool = False,
 ) -> LoadedModel:
-    """The model at `path`: what `quantize` wrote, from packed weights, or any float checkpoint (folder, GGUF, hub id).
+    """The model at `path`: what `quantize` wrote, from packed weights, or any float checkpoint (folder or GGUF).
 
     Raises InputError's kinds when files are missing, contradict each other or are unknown.
     """
-    with open_source(path, revision=revision, allow_pickle=allow_pickle) as checkpoint:
+    with open_source(path, allow_pickle=allow_pickle) as checkpoint:
         arch = arch_from_checkpoint(checkpoint)
         tokenizer = tokenizer_of(checkpoint)
         check_vocabulary(tokenizer, arch.vocab_size)

@@ -55,8 +55,8 @@ class SamplingFields(BaseModel):
         Raises RequestError for a value out of range.
         """
         given = {name: getattr(self, name) for name in SamplingFields.model_fields}
-        given["stop"] = (self.stop,) if isinstance(self.stop, str) else self.stop and tuple(self.stop)
-        given["stop_ids"] = self.stop_ids and tuple(self.stop_ids)
+        given["stop"] = [self.stop] if isinstance(self.stop, str) else self.stop
+        given |= {name: tuple(given[name]) for name in ("stop", "stop_ids") if given[name] is not None}
         given["seed"] = secrets.randbits(63) if self.seed is None else self.seed
         wanted = {name: value for name, value in (given | others).items() if value is not None}
         return GenerationSettings(**wanted)

@@ -33,6 +33,17 @@ def test_a_hub_id_may_be_packed_or_float(tmp_path: Path, monkeypatch: pytest.Mon
     assert asked == [("org/model", "v2", False), ("org/model", "v2", True)]
 
 
+def test_a_hub_id_is_what_its_files_are_at_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines share weights by the files that a name leads to, never by the name."""
+    folders = [save_tiny(tmp_path / str(seed), seed=seed) for seed in (1, 2)]
+    engines = []
+    for folder in folders:
+        monkeypatch.setattr(hub, "_download", lambda *_, folder=folder: folder)
+        engines.append(LLMEngine("org/model"))
+    assert engines[0].model is not engines[1].model
+    assert LLMEngine(folders[1]).model is engines[1].model
+
+
 def test_a_local_folder_has_no_revision(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--revision v2 is for hub ids"):
         open_source(str(save_tiny(tmp_path)), revision="v2")

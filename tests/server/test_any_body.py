@@ -54,3 +54,10 @@ def test_no_body_breaks_the_server(http, data) -> None:
     assert response.status_code in (200, 400, 404), (content, response.text)
     if response.status_code != 200:
         assert response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("field", ["stop", "stop_ids"])
+@pytest.mark.parametrize("path", sorted(FORMS))
+def test_no_stops_are_no_default(http, path: str, field: str) -> None:
+    response = http.post(path, json=FORMS[path][1] | {field: []})
+    assert response.status_code == 200, response.text
