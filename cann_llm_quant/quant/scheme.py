@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from jaxtyping import Float, Float8e4m3fn, Int8
+from jaxtyping import Float, Float8e4m3fn, Int8, Int32
 from torch import Tensor
 
 from cann_llm_quant.errors import UsageError
@@ -158,7 +158,9 @@ class QuantizedTensor:
 
     `scale` is `[out, groups]` (`[out, 1]` per channel, `[1, 1]` per tensor, one for each tile) and already rounded to
     what is stored, so that dequantizing loses nothing more. Its dtype is the storage dtype; scales of the types `e8m0`
-    and `e4m3` are held in float32, with the float32 divisor of the latter as `global_scale`.
+    and `e4m3` are held in float32, with the float32 divisor of the latter as `global_scale`. `group_index` names each
+    column's group where groups are not runs of neighbours (GPTQ's act-order); None: column c has group
+    `c // columns_per_scale`.
     """
 
     codes: Int8[Tensor, "out in"] | Float8e4m3fn[Tensor, "out in"]
@@ -166,6 +168,7 @@ class QuantizedTensor:
     zero_point: Int8[Tensor, "rows groups"] | None
     scheme: Scheme
     global_scale: Float[Tensor, ""] | None = None
+    group_index: Int32[Tensor, "in"] | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -174,6 +177,8 @@ class QuantizedTensor:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Float[Tensor, "out in"]:
         """`(value(codes) - zero_point) * scale`, multiplied in float32 and then rounded to `dtype`."""
+        if self.group_index is not None:
+            return self._dequantize_scattered(self.group_index).to(dtype)
         out, columns = self.codes.shape
         width = self.scheme.columns_per_scale(columns)
         values = in_groups(to_values(self.codes, self.scheme.dtype), width)
@@ -181,6 +186,12 @@ class QuantizedTensor:
             values.sub_(self.zero_point.to(torch.float32).unsqueeze(-1))
         values.mul_(row_scales(self.scale, self.scheme, out).unsqueeze(-1))
         return values.reshape(out, -1)[:, :columns].to(dtype)
+
+    def _dequantize_scattered(self, group_index: Int32[Tensor, "in"]) -> Float[Tensor, "out in"]:
+        values = to_values(self.codes, self.scheme.dtype)
+        if self.zero_point is not None:
+            values = values - self.zero_point.to(torch.float32).index_select(1, group_index)
+        return values * row_scales(self.scale, self.scheme, len(self.codes)).index_select(1, group_index)
 
 
 def in_groups(w: Float[Tensor, "out in"], width: int) -> Float[Tensor, "out groups width"]:
