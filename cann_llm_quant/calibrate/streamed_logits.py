@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cann_llm_quant.calibrate.stream import HiddenStates
 from cann_llm_quant.checkpoint.base import Checkpoint
-from cann_llm_quant.export.native_inputs import input_quantizers
+from cann_llm_quant.export.packed_checkpoint import input_quantizers
 from cann_llm_quant.models.arch import Arch
 from cann_llm_quant.models.attention import Attend
 from cann_llm_quant.models.decoder import DenseLinear, head

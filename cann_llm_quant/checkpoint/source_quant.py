@@ -7,7 +7,7 @@ output.
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -48,13 +48,10 @@ def float_source_config(
     Raises UnsupportedError naming the method when the tensors are quantized; CheckpointError when only the config says
     so and `ignore_stale` is not set.
     """
-    claimed = {key: config[key] for key in CONFIG_KEYS if config.get(key)}
-    evidence = next((info for info in tensors if is_quantized_tensor(info)), None)
-    if evidence is not None:
-        raise UnsupportedError(
-            f"{path} is already quantized ({_method(claimed)}: tensor {evidence.name!r} is stored as "
-            f"{_short(evidence.dtype)}); give the float model it was made from"
-        )
+    tensors = list(tensors)
+    if any(is_quantized_tensor(info) for info in tensors):
+        refuse_quantized(path, config, tensors)
+    claimed = _claimed(config)
     if _only_cache(claimed):
         return dict(config)
     if claimed and not ignore_stale:
@@ -63,6 +60,25 @@ def float_source_config(
             "the field is stale; remove it or pass --ignore-source-quant to drop it"
         )
     return {key: value for key, value in config.items() if key not in claimed}
+
+
+def refuse_quantized(path: Path, config: Mapping[str, Any], tensors: Iterable[TensorInfo]) -> NoReturn:
+    """Raise UnsupportedError for a source that stores quantized tensors, naming the method and one of them."""
+    evidence = next(info for info in tensors if is_quantized_tensor(info))
+    raise UnsupportedError(
+        f"{path} is already quantized ({_method(_claimed(config))}: tensor {evidence.name!r} is stored as "
+        f"{_short(evidence.dtype)}); give the float model it was made from"
+    )
+
+
+def quantization_method(config: Mapping[str, Any]) -> str | None:
+    """The `quant_method` that a config names; None where it names none."""
+    methods = [section.get("quant_method") for section in _claimed(config).values() if isinstance(section, dict)]
+    return next((method for method in methods if isinstance(method, str)), None)
+
+
+def _claimed(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: config[key] for key in CONFIG_KEYS if config.get(key)}
 
 
 def _only_cache(claimed: Mapping[str, Any]) -> bool:
@@ -82,10 +98,7 @@ def is_quantized_tensor(info: TensorInfo) -> bool:
 
 
 def _method(claimed: Mapping[str, Any]) -> str:
-    for section in claimed.values():
-        if isinstance(section, dict) and isinstance(section.get("quant_method"), str):
-            return str(section["quant_method"])
-    return "method not named in config.json"
+    return quantization_method(claimed) or "method not named in config.json"
 
 
 def _short(dtype: torch.dtype) -> str:

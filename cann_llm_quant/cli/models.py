@@ -29,8 +29,8 @@ class OpenModel:
 
 def open_model(model: str, *, revision: str | None = None, allow_pickle: bool = False) -> OpenModel:
     """Open a folder, a GGUF file or a hub id; the caller closes its checkpoint. Raises InputError's kinds."""
+    from cann_llm_quant.export.packed import open_source
     from cann_llm_quant.models import arch_from_checkpoint
-    from cann_llm_quant.runner.source import open_source
 
     checkpoint = open_source(model, revision=revision, allow_pickle=allow_pickle)
     return OpenModel(checkpoint, arch_from_checkpoint(checkpoint))

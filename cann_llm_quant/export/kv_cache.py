@@ -11,7 +11,7 @@ from cann_llm_quant.errors import CheckpointError, UsageError
 from cann_llm_quant.export.inference_config import FILE_NAME
 from cann_llm_quant.export.kv_scales import applied_scales, check_shapes, parse_scales, stored_scales
 from cann_llm_quant.export.kv_section import SCALES_FILE, KvCache
-from cann_llm_quant.export.native_reader import NativeCheckpoint
+from cann_llm_quant.export.packed_checkpoint import PackedCheckpoint
 from cann_llm_quant.models import arch_from_checkpoint
 from cann_llm_quant.models.arch import Arch
 from cann_llm_quant.quant.kv import KvPlan, KvScales, KvScheme, LayerKv
@@ -25,12 +25,13 @@ def kv_plan(checkpoint: Checkpoint) -> KvPlan:
     """
     arch = arch_from_checkpoint(checkpoint)
     num_layers = arch.num_layers
-    if isinstance(checkpoint, NativeCheckpoint):
+    if isinstance(checkpoint, PackedCheckpoint) and checkpoint.reader.kv_cache.layers:
         return _native_plan(checkpoint, arch)
-    scheme = _foreign_scheme(checkpoint)
+    stored = _stored(checkpoint)
+    scheme = _foreign_scheme(stored)
     if scheme is None:
         return KvPlan.plain(num_layers)
-    scales = (KvScales(),) * num_layers if scheme.dynamic else applied_scales(checkpoint, num_layers)
+    scales = (KvScales(),) * num_layers if scheme.dynamic else applied_scales(stored, num_layers)
     return KvPlan((LayerKv(scheme, scheme),) * num_layers, scales)
 
 
@@ -56,13 +57,11 @@ def kv_plan_for(checkpoint: Checkpoint, wanted: Sequence[LayerKv]) -> KvPlan:
 
 
 def _stored(checkpoint: Checkpoint) -> Checkpoint:
-    return checkpoint.inner if isinstance(checkpoint, NativeCheckpoint) else checkpoint
+    return checkpoint.inner if isinstance(checkpoint, PackedCheckpoint) else checkpoint
 
 
-def _native_plan(checkpoint: NativeCheckpoint, arch: Arch) -> KvPlan:
-    section, num_layers = checkpoint.inference.kv_cache, arch.num_layers
-    if not section.layers:
-        return KvPlan.plain(num_layers)
+def _native_plan(checkpoint: PackedCheckpoint[Any], arch: Arch) -> KvPlan:
+    section, num_layers = checkpoint.reader.kv_cache, arch.num_layers
     if len(section.layers) != num_layers:
         raise CheckpointError(
             f"{checkpoint.path}/{FILE_NAME}: kv_cache has {len(section.layers)} layers, the model {num_layers}"
@@ -75,7 +74,7 @@ def _native_plan(checkpoint: NativeCheckpoint, arch: Arch) -> KvPlan:
         raise CheckpointError(f"{checkpoint.path}/{FILE_NAME}: kv_cache: {error}") from error
 
 
-def _native_scales(checkpoint: NativeCheckpoint, section: KvCache, arch: Arch) -> tuple[KvScales, ...]:
+def _native_scales(checkpoint: PackedCheckpoint[Any], section: KvCache, arch: Arch) -> tuple[KvScales, ...]:
     num_layers, accepted = arch.num_layers, section.given_scale == 1.0
     if section.scales is None:
         return (KvScales(),) * num_layers

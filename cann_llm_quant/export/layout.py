@@ -8,7 +8,7 @@ folder of safetensors (GGUF, ONNX) have writers of their own and share only the 
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -35,18 +35,32 @@ class StoredLinear:
     activations: ActivationScheme | None = None
 
 
+@runtime_checkable
 class Reader(Protocol):
     """The quantized linears of one opened source.
 
-    `linears` maps the name of a module to how it is stored, known without reading weights. `tied` modules have no
-    matrix of their own and read another module's. `dequantized` are stored tensors that hold a float weight in a form
-    of their own (block scales and the like are hidden as `StoredLinear.tensors` are).
+    Its members may be plain attributes.
     """
 
-    layout: str
-    linears: Mapping[str, StoredLinear]
-    tied: Mapping[str, str]
-    kv_cache: KvCache
+    @property
+    def layout(self) -> str:
+        """The layout's name."""
+        ...
+
+    @property
+    def linears(self) -> Mapping[str, StoredLinear]:
+        """How each is stored, by module, known without reading weights."""
+        ...
+
+    @property
+    def tied(self) -> Mapping[str, str]:
+        """Modules without a matrix of their own, to the module whose matrix they read."""
+        ...
+
+    @property
+    def kv_cache(self) -> KvCache:
+        """How keys and values are to be stored; without layers where the source does not say."""
+        ...
 
     def quantized(self, module: str) -> QuantizedTensor:
         """One linear in its stored codes. Raises CheckpointError when its tensors contradict each other."""
@@ -89,6 +103,7 @@ class PackedModel:
         ]
 
 
+@runtime_checkable
 class Encoder(Protocol):
     """A layout of safetensors that is written.
 
@@ -96,8 +111,15 @@ class Encoder(Protocol):
     `<stem>.safetensors.index.json`.
     """
 
-    layout: str
-    stem: str
+    @property
+    def layout(self) -> str:
+        """The layout's name."""
+        ...
+
+    @property
+    def stem(self) -> str:
+        """What the names of weight files begin with."""
+        ...
 
     def refusal(
         self, module: str, scheme: Scheme, activations: ActivationScheme | None, shape: tuple[int, int]

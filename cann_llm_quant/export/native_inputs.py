@@ -12,37 +12,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from cann_llm_quant.checkpoint.base import Checkpoint
-from cann_llm_quant.errors import CheckpointError, UsageError
-from cann_llm_quant.export.inference_config import FILE_NAME
-from cann_llm_quant.export.native import INPUT_SUFFIXES
-from cann_llm_quant.export.native_reader import NativeCheckpoint
+from cann_llm_quant.errors import CheckpointError
 from cann_llm_quant.quant.activations import InputQuantizer, InputRange, is_nv, needs_range
 from cann_llm_quant.quant.scheme import ActivationScheme
-
-
-def input_quantizers(checkpoint: Checkpoint) -> dict[str, InputQuantizer]:
-    """How the linears' inputs are quantized, by module: whoever runs a checkpoint's layers must apply it.
-
-    Empty for a float checkpoint. Raises CheckpointError as `decode_inputs` does.
-    """
-    if not isinstance(checkpoint, NativeCheckpoint):
-        return {}
-    inputs: dict[str, InputQuantizer] = {}
-    for module in checkpoint.inference.inputs.linears:
-        names = [f"{module}.{suffix}" for suffix in INPUT_SUFFIXES]
-        stored = {name: checkpoint.inner.load(name) for name in names if name in checkpoint.inner.tensors}
-        inputs[module] = decode_inputs(module, _scheme(checkpoint, module), stored)
-    return inputs
-
-
-def _scheme(checkpoint: NativeCheckpoint, module: str) -> ActivationScheme:
-    try:
-        scheme = checkpoint.inference.activations_of(module)
-    except UsageError as error:
-        raise CheckpointError(f"{checkpoint.path}/{FILE_NAME}: {module}: {error}") from error
-    assert scheme is not None, "modules are those with a scheme"
-    return scheme
 
 
 def encode_range(module: str, scheme: ActivationScheme, fixed: InputRange) -> dict[str, Tensor]:

@@ -14,7 +14,8 @@ from torch import Tensor
 from cann_llm_quant import __version__
 from cann_llm_quant.checkpoint.writer import CheckpointWriter, WrittenCheckpoint, check_output
 from cann_llm_quant.export.model_config import json_bytes, output_config
-from cann_llm_quant.export.native_reader import NativeCheckpoint, open_native
+from cann_llm_quant.export.native_reader import NativeReader, open_native
+from cann_llm_quant.export.packed_checkpoint import PackedCheckpoint
 from cann_llm_quant.models import arch_from_checkpoint
 
 FILE_NAME = "float_export.json"
@@ -63,8 +64,8 @@ def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
 
 
-def _origin(checkpoint: NativeCheckpoint) -> dict[str, str]:
-    provenance = checkpoint.inference.provenance
+def _origin(checkpoint: PackedCheckpoint[NativeReader]) -> dict[str, str]:
+    provenance = checkpoint.reader.inference.provenance
     return {
         "tool": "cann-llm-quant",
         "tool_version": __version__,

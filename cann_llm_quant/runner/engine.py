@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from cann_llm_quant.checkpoint.hub import locate
 from cann_llm_quant.device import resolve_device, resolve_dtype
 from cann_llm_quant.errors import RequestError, UsageError
+from cann_llm_quant.export.packed import open_source
 from cann_llm_quant.models.decoder import DecoderModel
 from cann_llm_quant.quant.kv import KvPlan
 from cann_llm_quant.runner.answer import Chunk, Generation
@@ -28,7 +29,6 @@ from cann_llm_quant.runner.kv_policy import KvChoice, resolve_plan, stored_page_
 from cann_llm_quant.runner.options import EngineOptions
 from cann_llm_quant.runner.service import Handle, Service
 from cann_llm_quant.runner.settings import GenerationSettings, check_token_ids
-from cann_llm_quant.runner.source import open_source
 from cann_llm_quant.runner.weights import LoadedModel, load_shared
 from cann_llm_quant.tokenizer import adds_bos, encode
 

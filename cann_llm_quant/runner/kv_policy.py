@@ -6,7 +6,7 @@ from cann_llm_quant.checkpoint import Checkpoint
 from cann_llm_quant.checkpoint.companion_tokenizer import tokenizer_of
 from cann_llm_quant.errors import UsageError
 from cann_llm_quant.export.kv_cache import kv_plan, kv_plan_for
-from cann_llm_quant.export.native_reader import NativeCheckpoint
+from cann_llm_quant.export.packed_checkpoint import PackedCheckpoint
 from cann_llm_quant.kv_spec import parse_kv_spec
 from cann_llm_quant.quant.kv import KvPlan, KvScales
 from cann_llm_quant.token_classes import sensitive_ids
@@ -68,6 +68,6 @@ def _given_plan(checkpoint: Checkpoint, scheme: str, num_layers: int) -> KvPlan:
 
 def stored_page_size(checkpoint: Checkpoint) -> int:
     """The page size that the files' policy was decided on."""
-    if isinstance(checkpoint, NativeCheckpoint) and checkpoint.inference.kv_cache.layers:
-        return checkpoint.inference.kv_cache.page_size
+    if isinstance(checkpoint, PackedCheckpoint) and checkpoint.reader.kv_cache.layers:
+        return int(checkpoint.reader.kv_cache.page_size)
     return DEFAULT_PAGE_SIZE

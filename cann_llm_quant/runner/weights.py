@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerBase
 from cann_llm_quant.checkpoint import Checkpoint
 from cann_llm_quant.checkpoint.companion_tokenizer import tokenizer_of
 from cann_llm_quant.errors import CheckpointError
-from cann_llm_quant.export.native_inputs import input_quantizers
-from cann_llm_quant.export.native_reader import NativeCheckpoint
+from cann_llm_quant.export.packed import open_source
+from cann_llm_quant.export.packed_checkpoint import PackedCheckpoint, input_quantizers
 from cann_llm_quant.models import arch_from_checkpoint
 from cann_llm_quant.models.arch import Arch, LinearSpec
 from cann_llm_quant.models.decoder import DecoderLayer, DecoderModel, DenseLinear, LinearOp, Table
@@ -24,7 +24,6 @@ from cann_llm_quant.models.lookup import QuantizedLookup
 from cann_llm_quant.models.weights import load_model
 from cann_llm_quant.quant.activations import InputQuantizer
 from cann_llm_quant.runner.linear import packed_linear
-from cann_llm_quant.runner.source import open_source
 from cann_llm_quant.runner.stop import end_ids
 from cann_llm_quant.tokenizer import check_vocabulary
 
@@ -87,7 +86,7 @@ def load_packed(
         tokenizer = tokenizer_of(checkpoint)
         check_vocabulary(tokenizer, arch.vocab_size)
         ends = end_ids(checkpoint.config, _generation_config(checkpoint), tokenizer.eos_token_id)
-        if isinstance(checkpoint, NativeCheckpoint):
+        if isinstance(checkpoint, PackedCheckpoint):
             inputs = input_quantizers(checkpoint)
             model = _PackedLoader(checkpoint, arch, device, dtype, kernel, inputs).model()
         else:
@@ -112,7 +111,7 @@ def _generation_config(checkpoint: Checkpoint) -> Mapping[str, Any]:
 class _PackedLoader:
     """Builds a decoder over packed linears, one matrix in memory at a time beside what is kept."""
 
-    checkpoint: NativeCheckpoint
+    checkpoint: PackedCheckpoint[Any]
     arch: Arch
     device: torch.device
     dtype: torch.dtype

@@ -8,10 +8,10 @@ from tiny_models import save_tiny
 
 from cann_llm_quant.checkpoint import hub
 from cann_llm_quant.errors import UsageError
-from cann_llm_quant.export.native_reader import NativeCheckpoint
+from cann_llm_quant.export.packed import open_source
+from cann_llm_quant.export.packed_checkpoint import PackedCheckpoint
 from cann_llm_quant.quant.scheme import Scheme
 from cann_llm_quant.runner.engine import LLMEngine
-from cann_llm_quant.runner.source import open_source
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -26,7 +26,7 @@ def test_a_hub_id_may_be_packed_or_float(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(hub, "_download", download)
     with open_source("org/model", revision="v2") as checkpoint:
-        assert isinstance(checkpoint, NativeCheckpoint) is packed
+        assert isinstance(checkpoint, PackedCheckpoint) is packed
     engine = LLMEngine("org/model", revision="v2", allow_pickle=True)
     expected = LLMEngine(folder).generate([5, 6], 2, ignore_eos=True).token_ids
     assert engine.generate([5, 6], 2, ignore_eos=True).token_ids == expected

@@ -1,0 +1,74 @@
+"""One door to quantized sources: which layout a folder or file has, by what it says and holds.
+
+| evidence, in this order                              | layout             |
+|------------------------------------------------------|--------------------|
+| a GGUF file                                          | GGUF               |
+| inference_config.json                                | native             |
+| quant_model_description*.json                        | Ascend             |
+| `quant_method` of config.json's quantization section | as it is named     |
+| quantize_config.json beside packed weights           | GPTQ               |
+| `quantization` in config.json                        | MLX                |
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cann_llm_quant.checkpoint import open_checkpoint
+from cann_llm_quant.checkpoint.base import Checkpoint
+from cann_llm_quant.checkpoint.gguf_reader import GgufCheckpoint
+from cann_llm_quant.checkpoint.hub import locate
+from cann_llm_quant.checkpoint.source_quant import is_quantized_tensor, quantization_method, refuse_quantized
+from cann_llm_quant.errors import UnsupportedError
+from cann_llm_quant.export.layout import Reader
+from cann_llm_quant.export.native_reader import is_native, open_native
+from cann_llm_quant.export.packed_checkpoint import PackedCheckpoint
+
+Opened = Callable[[Checkpoint], Reader]
+
+# By `quant_method`.
+_READERS: Mapping[str, Opened] = {}
+
+
+def open_source(
+    model: str, *, revision: str | None = None, allow_pickle: bool = False, dtype: torch.dtype | None = torch.float32
+) -> Checkpoint:
+    """Whatever a user names as a model: a quantized one as `PackedCheckpoint`, a float one as it is.
+
+    `revision` applies to hub ids; `dtype` is that of dequantized weights (None: each in its own). The caller closes
+    it. Raises InputError's kinds.
+    """
+    path = locate(model, revision=revision, allow_pickle=allow_pickle)
+    if is_native(path):
+        return open_native(path, dtype)
+    inner = open_checkpoint(str(path), allow_pickle=allow_pickle, accept_quantized=True)
+    reader = reader_of(inner)
+    if reader is not None:
+        return PackedCheckpoint(inner, reader, dtype)
+    inner.close()
+    return open_checkpoint(str(path), allow_pickle=allow_pickle)
+
+
+def open_packed(path: Path, dtype: torch.dtype | None = torch.float32) -> PackedCheckpoint[Any]:
+    """A quantized folder or file on this machine. Raises UnsupportedError for one that is stored in float."""
+    checkpoint = open_source(str(path), dtype=dtype)
+    if isinstance(checkpoint, PackedCheckpoint):
+        return checkpoint
+    raise UnsupportedError(f"{path} is not quantized: none of its linears is stored in codes; name a quantized model")
+
+
+def reader_of(checkpoint: Checkpoint) -> Reader | None:
+    """The reader of a foreign source's layout; None where nothing in it is quantized.
+
+    Raises CheckpointError or UnsupportedError for what its layout cannot mean or we cannot read.
+    """
+    if isinstance(checkpoint, GgufCheckpoint):
+        return None
+    if not any(is_quantized_tensor(info) for info in checkpoint.tensors.values()):
+        return None
+    reader = _READERS.get(quantization_method(checkpoint.config) or "")
+    if reader is None:
+        refuse_quantized(checkpoint.path, checkpoint.config, checkpoint.tensors.values())
+    return reader(checkpoint)
