@@ -11,6 +11,7 @@ from cann_llm_quant.checkpoint.folder_reader import open_folder
 from cann_llm_quant.checkpoint.gguf_reader import GgufCheckpoint, is_gguf_file
 from cann_llm_quant.checkpoint.hub import locate
 from cann_llm_quant.checkpoint.source_quant import float_source_config
+from cann_llm_quant.checkpoint.unfused import unfused
 from cann_llm_quant.errors import CheckpointError
 
 
@@ -26,7 +27,8 @@ def open_checkpoint(
 
     `allow_pickle` admits `.bin` weights where there are no safetensors. A folder that stores quantized tensors is
     refused unless `accept_quantized`; one whose config merely claims so is refused unless `ignore_source_quant`, which
-    drops the claim. Raises CheckpointError, UnsupportedError or UsageError.
+    drops the claim. A family that fuses or renames its matrices is shown as the plain one that it is (`unfused.py`),
+    but as it is stored with `accept_quantized`. Raises CheckpointError, UnsupportedError or UsageError.
     """
     path = locate(model, revision=revision, allow_pickle=allow_pickle)
     if path.is_file():
@@ -40,7 +42,7 @@ def open_checkpoint(
     if accept_quantized:
         return folder
     config = float_source_config(path, folder.config, folder.tensors.values(), ignore_stale=ignore_source_quant)
-    return folder.with_config(config)
+    return unfused(folder.with_config(config))
 
 
 def _only_gguf(folder: Path) -> Path | None:
