@@ -1,0 +1,290 @@
+"""The `quantization_config` of compressed-tensors, read: which scheme each module of a checkpoint is stored in.
+
+    {"quant_method": "compressed-tensors", "format": …, "version": …, "ignore": […], "kv_cache_scheme": {…} | null,
+     "config_groups": {name: {"targets": […], "format": …, "weights": {…}, "input_activations": {…} | null}}}
+
+A target is a module's full name, a class (`Linear`), or `re:` and a pattern that a name begins with. A module takes the
+group that names it in full, else the one with a pattern for it (the alphabetically first pattern), else the one of its
+class; `ignore` overrides them all. The order is that of compressed-tensors itself. Older files call the section
+`compression_config`, older writers left out fields, so absent fields have the defaults of the format.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cann_llm_quant.errors import CheckpointError, UnsupportedError, UsageError
+from cann_llm_quant.export.kv_section import KvCache, KvFormat, KvLayer
+from cann_llm_quant.models.config_fields import ConfigFields
+from cann_llm_quant.quant.kv import KvScheme
+from cann_llm_quant.quant.number_formats import FLOAT_BITS, INT_BITS
+from cann_llm_quant.quant.scheme import TILE, ActivationScheme, Scheme
+
+SECTION_NAMES = ("quantization_config", "compression_config")
+FORMATS = (
+    "pack-quantized",
+    "int-quantized",
+    "naive-quantized",
+    "float-quantized",
+    "mxfp4-pack-quantized",
+    "mxfp8-quantized",
+    "nvfp4-pack-quantized",
+)
+# Before 0.18 a word holds whole codes only, from 0.18 on codes run on over the ends of words.
+_DENSE_SINCE = (0, 18)
+_TYPES: dict[tuple[str, int], str] = {("int", bits): name for name, bits in INT_BITS.items()} | {
+    ("float", bits): name for name, bits in FLOAT_BITS.items()
+}
+_SCALE_TYPES = {"torch.uint8": "e8m0", "torch.float8_e8m0fnu": "e8m0", "torch.float8_e4m3fn": "e4m3"}
+
+
+@dataclass(frozen=True)
+class Group:
+    """One config group: what its modules' weights are stored in, and how their inputs are quantized.
+
+    `act_order` says that columns are assigned to groups one by one (`weight_g_idx`).
+    """
+
+    name: str
+    targets: tuple[str, ...]
+    layout: str | None
+    scheme: Scheme
+    activations: ActivationScheme | None
+    act_order: bool = False
+
+
+@dataclass(frozen=True)
+class CompressedTensorsConfig:
+    """The section as values; `dense` whether 3-, 5- and 6-bit codes run on over words, None where no version tells."""
+
+    groups: tuple[Group, ...]
+    ignore: tuple[str, ...]
+    kv_cache: KvCache
+    dense: bool | None
+
+    def group_of(self, module: str, kind: str = "Linear") -> Group | None:
+        """The group of a module of the class `kind`; None where it is stored in float."""
+        if any(_matches(target, module, kind) for target in self.ignore):
+            return None
+        owner: dict[str, Group] = {}
+        for group in self.groups:
+            for target in group.targets:
+                owner.setdefault(target, group)
+        ranked = sorted(owner, key=lambda target: (target == kind, target.startswith("re:"), target))
+        return next((owner[target] for target in ranked if _matches(target, module, kind)), None)
+
+
+def _matches(target: str, module: str, kind: str) -> bool:
+    if target.startswith("re:"):
+        return re.match(target.removeprefix("re:"), module) is not None
+    return target in (module, kind)
+
+
+def compressed_tensors_config(config: Mapping[str, Any], where: str) -> CompressedTensorsConfig:
+    """The section of a whole `config.json`; `where` names that file in messages.
+
+    Raises CheckpointError for a section that contradicts itself, UnsupportedError for what this version cannot read:
+    sparse weights, transforms of activations, quantized outputs or attention, other number formats.
+    """
+    fields = ConfigFields(config, where)
+    found = [section for name in SECTION_NAMES if (section := fields.section(name)) is not None]
+    if not found:
+        raise CheckpointError(f"{where} has no quantization_config; fetch the file again")
+    section = found[0]
+    _refuse_whole(section)
+    groups = section.section("config_groups")
+    if groups is None:
+        raise CheckpointError(f"{section.where} has no config_groups; fetch the file again")
+    layout = section.text("format", "")
+    read = [_group(groups, name, layout) for name in groups.values]
+    return CompressedTensorsConfig(
+        tuple(group for group in read if group is not None),
+        tuple(_names(section, "ignore")),
+        _kv_cache(section, fields),
+        _dense(section),
+    )
+
+
+def _refuse_whole(section: ConfigFields) -> None:
+    """What concerns the whole checkpoint and has no place in ours."""
+    sparsity = section.section("sparsity_config")
+    if sparsity is not None and sparsity.text("format", "dense") not in ("dense", ""):
+        raise UnsupportedError(
+            f"{section.where}: weights are sparse ({sparsity.text('format')}), which this version does not read; "
+            "decompress the model with compressed-tensors first"
+        )
+    transforms = section.section("transform_config")
+    if transforms is not None and transforms.values.get("config_groups"):
+        raise UnsupportedError(
+            f"{section.where}: transform_config rotates activations while the model runs (hadamard and the like), "
+            "which this version does not; give a model whose rotations are folded into its weights"
+        )
+    if section.text("quantization_status", "compressed") != "compressed":
+        raise UnsupportedError(
+            f"{section.where}: quantization_status is {section.text('quantization_status')}, so the weights were saved "
+            "before they were compressed; save the model again with save_compressed=True"
+        )
+
+
+def _group(groups: ConfigFields, name: str, layout: str) -> Group | None:
+    """One group; None for one that says nothing about weights or inputs."""
+    if isinstance(groups.values[name], list):
+        raise UnsupportedError(
+            f"{groups.where}: {name} is the name of a preset, which this version does not know; write its fields out"
+        )
+    group = groups.section(name)
+    if group is None:
+        return None
+    if group.given("output_activations"):
+        raise UnsupportedError(f"{group.where}: outputs of linears are quantized, which this version does not read")
+    weights = group.section("weights")
+    if weights is None:
+        if not group.given("input_activations"):
+            return None
+        raise UnsupportedError(
+            f"{group.where}: inputs are quantized without weights (of {', '.join(_names(group, 'targets'))}), which "
+            "this version does not read"
+        )
+    own = group.text("format", "") or layout
+    if own == "mixed-precision":
+        raise CheckpointError(f"{group.where} has no format, and the model's is mixed-precision; fetch the file again")
+    if own and own not in FORMATS:
+        raise UnsupportedError(
+            f"{group.where}: format {own!r} is not supported; this version reads {', '.join(FORMATS)}"
+        )
+    inputs = group.section("input_activations")
+    return Group(
+        name,
+        tuple(_names(group, "targets")),
+        own or None,
+        weight_scheme(weights),
+        None if inputs is None else activation_scheme(inputs),
+        weights.values.get("actorder") in ("group", "dynamic", True),
+    )
+
+
+def weight_scheme(arguments: ConfigFields) -> Scheme:
+    """The `weights` of a group. Raises UnsupportedError for a format that `Scheme` cannot say."""
+    strategy = _strategy(arguments)
+    names = {"block": "tile", "tensor_group": "group"}
+    scale_type = _SCALE_TYPES.get(arguments.text("scale_dtype", ""), "float")
+    if strategy == "tensor_group":
+        scale_type = "e4m3"
+    dtype = _dtype(arguments)
+    # files of the first mxfp4 writers lack scale_dtype
+    if dtype == "fp4_e2m1" and strategy == "group":
+        scale_type = "e8m0"
+    if arguments.values.get("dynamic") not in (None, False):
+        raise UnsupportedError(f"{arguments.where}: dynamic weights are not stored in codes at all")
+    group_size = arguments.optional_integer("group_size", minimum=-1)
+    _check_block(arguments, strategy)
+    try:
+        return Scheme(
+            dtype,  # type: ignore[arg-type]
+            arguments.flag("symmetric", True),
+            names.get(strategy, strategy),  # type: ignore[arg-type]
+            group_size if strategy in ("group", "tensor_group") else None,
+            scale_type,  # type: ignore[arg-type]
+        )
+    except UsageError as error:
+        raise UnsupportedError(f"{arguments.where}: {error}") from error
+
+
+def activation_scheme(arguments: ConfigFields) -> ActivationScheme:
+    """The `input_activations` of a group. Raises UnsupportedError for forms that the runner lacks."""
+    strategy, dtype = _strategy(arguments), _dtype(arguments)
+    size = arguments.optional_integer("group_size", minimum=-1)
+    size = size if strategy in ("group", "tensor_group") else None
+    dynamic = arguments.values.get("dynamic") in (True, "local")
+    stored = _SCALE_TYPES.get(arguments.text("scale_dtype", ""), "float")
+    # `ActivationScheme` has no scale type: groups of 32 mean power-of-two scales, groups of 16 e4m3 ones
+    meant = {("fp4_e2m1", 32): "e8m0", ("fp8_e4m3", 32): "e8m0", ("fp4_e2m1", 16): "e4m3"}.get(
+        (dtype, size or 0), "float"
+    )
+    known = dtype in ("int4", "int8", "fp8_e4m3", "fp4_e2m1") and strategy in (
+        "token",
+        "tensor",
+        "group",
+        "tensor_group",
+    )
+    if not known or (stored != meant and meant == "e8m0" and dtype != "fp4_e2m1"):
+        raise UnsupportedError(
+            f"{arguments.where}: inputs in {dtype} by {strategy} with {stored} scales are not supported; this version "
+            "knows int4, int8, fp8 and fp4 inputs by token, tensor or group"
+        )
+    try:
+        return ActivationScheme(
+            dtype,  # type: ignore[arg-type]
+            arguments.flag("symmetric", True),
+            dynamic,
+            "group" if strategy == "tensor_group" else strategy,  # type: ignore[arg-type]
+            size,
+        )
+    except UsageError as error:
+        raise UnsupportedError(f"{arguments.where}: {error}") from error
+
+
+def _strategy(arguments: ConfigFields) -> str:
+    """The strategy that is named, else the one that the group size implies."""
+    size = arguments.optional_integer("group_size", minimum=-1)
+    implied = "tensor" if size is None else "channel" if size == -1 else "group"
+    return arguments.text("strategy", implied).lower()
+
+
+def _dtype(arguments: ConfigFields) -> str:
+    kind, bits = arguments.text("type", "int").lower(), arguments.integer("num_bits", default=8)
+    if (kind, bits) not in _TYPES:
+        raise UnsupportedError(
+            f"{arguments.where}: {kind} of {bits} bits is not supported; this version reads "
+            + ", ".join(f"{name}{number}" for name, number in _TYPES)
+        )
+    return _TYPES[kind, bits]
+
+
+def _check_block(arguments: ConfigFields, strategy: str) -> None:
+    shape = arguments.values.get("block_structure")
+    parts = shape.split("x") if isinstance(shape, str) else shape if isinstance(shape, list) else []
+    if strategy == "block" and [str(part) for part in parts] != [str(TILE)] * 2:
+        raise UnsupportedError(f"{arguments.where}: blocks of {shape} are not supported; this version reads 128 x 128")
+
+
+def _kv_cache(section: ConfigFields, whole: ConfigFields) -> KvCache:
+    """The cache that `kv_cache_scheme` asks for, the same in every layer."""
+    arguments = section.section("kv_cache_scheme")
+    if arguments is None:
+        return KvCache()
+    strategy, dtype = _strategy(arguments), _dtype(arguments)
+    dynamic = arguments.values.get("dynamic") is True
+    symmetric = arguments.flag("symmetric", True)
+    if dtype not in ("int8", "fp8_e4m3") or strategy != "tensor" or not symmetric:
+        raise UnsupportedError(
+            f"{arguments.where}: a KV cache in {dtype} by {strategy}, {'' if symmetric else 'a'}symmetric, is not "
+            "supported; this version reads 8 bits, symmetric, one scale a tensor"
+        )
+    scheme = KvScheme(dtype, True, "tensor", None, dynamic)  # type: ignore[arg-type]
+    layer = KvLayer(k=scheme.label(), v=scheme.label())
+    return KvCache(
+        schemes={scheme.label(): KvFormat.of(scheme)},
+        layers=[layer] * whole.integer("num_hidden_layers"),
+        scales=None if dynamic else "model",
+    )
+
+
+def _dense(section: ConfigFields) -> bool | None:
+    match = re.match(r"(\d+)\.(\d+)", str(section.values.get("version") or ""))
+    return None if match is None else (int(match[1]), int(match[2])) >= _DENSE_SINCE
+
+
+def _names(fields: ConfigFields, name: str) -> list[str]:
+    """A list of strings whose patterns are valid. Raises CheckpointError."""
+    names = fields.items(name)
+    for text in names:
+        if not isinstance(text, str):
+            raise CheckpointError(f"{fields.where}: {name} must list names, found {text!r}")
+        try:
+            re.compile(text.removeprefix("re:"))
+        except re.error as error:
+            if text.startswith("re:"):
+                raise CheckpointError(f"{fields.where}: {name} holds the invalid pattern {text!r}: {error}") from error
+    return names
