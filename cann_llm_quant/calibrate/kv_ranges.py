@@ -4,10 +4,16 @@ They are seen where a layer calls its attention, so that nothing depends on how 
 windows of the calibration set. For each channel the extremes are kept, and counts by size: one bucket for the sign, the
 exponent and the first 5 bits of the mantissa of a float32, so that an edge is at most 1/32 above any value below it.
 |x| below 2^-20 falls into the first bucket, from 2^16 on into the last.
+
+RoPE turns the channels i and i + d/2 of a key into one another by an angle that grows with the position. Slow pairs
+turn further in a text that is longer than the windows, so that the extremes seen do not bound them. What no position
+changes is the norm of the pair, `n = sqrt(k_i^2 + k_(i + d/2)^2)`, which either channel takes at some angle. Symmetric
+ranges of K are therefore those of n, for both channels and both signs. Ranges about a middle are of the values as they
+were seen: a pair that may point anywhere has no middle but 0.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Float64, Int64
@@ -26,22 +32,29 @@ _OFFSET = (127 + FIRST) << 5
 
 @dataclass(frozen=True)
 class ChannelValues:
-    """Extremes and counts of the values of each channel; `counts` go from the most negative bucket to the largest."""
+    """Extremes and counts of the values of each channel; `counts` go from the most negative bucket to the largest.
+
+    `norms` [heads, pairs] are those of the pairs that RoPE turns, the first `2 * pairs` channels; None: none turn.
+    """
 
     minimum: Float[Tensor, "heads dim"]
     maximum: Float[Tensor, "heads dim"]
     counts: Int64[Tensor, "heads dim buckets"]
     tokens: int
+    norms: "ChannelValues | None" = None
 
     def range(
         self, shared: Sequence[int], *, symmetric: bool, percentile: float = 100.0, headroom: float = 1.0
     ) -> tuple[Float[Tensor, "h 1 d"], Float[Tensor, "h 1 d"]]:
         """Lower and upper end of what a scale should reach, where the axes `shared` (0 heads, 1 channels) share it.
 
-        At most half of `100 - percentile` percent of the values lie beyond either end. `headroom` widens the range:
-        about zero where scales are `symmetric`, else about its middle. Of a constant there is nothing to widen.
+        At most half of `100 - percentile` percent of the values lie beyond either end; where pairs turn and scales are
+        `symmetric`, at most `100 - percentile` percent of their norms, so that it holds at every position. `headroom`
+        widens the range: about zero where scales are `symmetric`, else about its middle. Of a constant there is
+        nothing to widen.
         """
-        low, high, counts = self.minimum, self.maximum, self.counts
+        values = self.turned() if symmetric else self
+        low, high, counts = values.minimum, values.maximum, values.counts
         if shared:
             axes = list(shared)
             low, high = low.amin(axes, keepdim=True), high.amax(axes, keepdim=True)
@@ -54,6 +67,21 @@ class ChannelValues:
         middle = torch.where(low == high, low, 0.0) if symmetric else (low + high) / 2
         low, high = middle + (low - middle) * headroom, middle + (high - middle) * headroom
         return low.unsqueeze(1), high.unsqueeze(1)
+
+    def turned(self) -> "ChannelValues":
+        """What the channels may hold at any position: those of a pair whatever the norms reach, with either sign."""
+        if self.norms is None:
+            return self
+        norms = self.norms.maximum.repeat(1, 2)
+        either = (self.norms.counts + self.norms.counts.flip(-1)).repeat(1, 2, 1)
+        still = slice(norms.shape[1], None)
+        return ChannelValues(
+            torch.cat((-norms, self.minimum[:, still]), 1),
+            torch.cat((norms, self.maximum[:, still]), 1),
+            # a norm counts once with either sign, so that other channels' values must count twice
+            torch.cat((either, 2 * self.counts[:, still]), 1),
+            2 * self.tokens,
+        )
 
     def share_outside(self, low: Float[Tensor, "h 1 d"], high: Float[Tensor, "h 1 d"]) -> float:
         """Share of all values beyond these ends, to within a bucket: what quantization clips."""
@@ -111,11 +139,14 @@ class _Channels:
 
 
 class KvWatch:
-    """An `Attend` that measures the K and V that it is handed, and leaves the mixing to another."""
+    """An `Attend` that measures the K and V that it is handed, and leaves the mixing to another.
 
-    def __init__(self, attend: Attend | None = None) -> None:
-        self._attend = attend or CausalAttend()
-        self._k, self._v = _Channels(), _Channels()
+    `turning` is how many leading channels of K's heads RoPE turns (`models.rope.rotary_dim`).
+    """
+
+    def __init__(self, turning: int = 0, attend: Attend | None = None) -> None:
+        self._attend, self._turning = attend or CausalAttend(), turning
+        self._k, self._v, self._norms = _Channels(), _Channels(), _Channels()
 
     def __call__(
         self,
@@ -130,12 +161,14 @@ class KvWatch:
         """Attention as the other object computes it."""
         self._k.add(k)
         self._v.add(v)
+        if self._turning:
+            self._norms.add(torch.hypot(*k[..., : self._turning].float().chunk(2, -1)))
         return self._attend(layer, q, k, v, scale=scale, window=window)
 
     def finish(self) -> tuple[ChannelValues, ChannelValues] | None:
         """What K and V were; None when no token came by."""
         k, v = self._k.finish(), self._v.finish()
-        return None if k is None or v is None else (k, v)
+        return None if k is None or v is None else (replace(k, norms=self._norms.finish()), v)
 
 
 def watched_attention(layer: DecoderLayer, states: HiddenStates, watch: KvWatch) -> Iterator[int]:

@@ -16,6 +16,7 @@ from cann_llm_quant.export.kv_scales import common_scheme, model_tensors
 from cann_llm_quant.export.kv_section import KvCache, KvFormat, KvLayer, KvLayerReport
 from cann_llm_quant.kv_recipe import KvRecipe
 from cann_llm_quant.models.arch import Layer
+from cann_llm_quant.models.rope import rotary_dim
 from cann_llm_quant.pipeline.prepare import Job
 from cann_llm_quant.quant.kv import KvScales, KvScheme, LayerKv, kv_scale
 
@@ -28,13 +29,14 @@ class KvMeter:
     def __init__(self, job: Job, layer: Layer) -> None:
         self._job, self._layer = job, layer
         self._schemes = LayerKv() if job.kv is None else job.kv[layer.index]
+        self._turning = rotary_dim(job.arch.rope, job.arch.head_dim)
         self.watch: KvWatch | None = None
         self.restart()
 
     def restart(self) -> None:
         """Forget what was seen: the layer has changed."""
         stored = any(is_stored(scheme) for scheme in (self._schemes.k, self._schemes.v))
-        self.watch = KvWatch() if stored and self._job.ids is not None else None
+        self.watch = KvWatch(self._turning) if stored and self._job.ids is not None else None
 
     def finish(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """The layer's record, JSON, and the tensors that go beside its weights.

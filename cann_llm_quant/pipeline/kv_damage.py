@@ -27,6 +27,7 @@ from cann_llm_quant.kv_recipe import KvRecipe, Side
 from cann_llm_quant.models.arch import Arch
 from cann_llm_quant.models.attention import Attend, CausalAttend
 from cann_llm_quant.models.decoder import DecoderLayer, LinearOp, embed
+from cann_llm_quant.models.rope import rotary_dim
 from cann_llm_quant.models.weights import build_layer, load_layer
 from cann_llm_quant.pipeline.kv_cache import is_stored, static_scales
 from cann_llm_quant.pipeline.kv_candidates import SIDES, Candidates, one_side, side_of
@@ -131,7 +132,7 @@ class CacheWalk:
         """What the scaled windows put into the cache; None where no scale is stored."""
         if not self._scaled:
             return None
-        watch = KvWatch()
+        watch = KvWatch(rotary_dim(self._work.arch.rope, self._work.arch.head_dim))
         for _ in states.advance(layer, attend=watch):
             self._step("calibrate", layer.layer.index)
         return watch.finish()
