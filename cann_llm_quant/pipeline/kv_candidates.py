@@ -43,6 +43,13 @@ def candidates_of(names: Sequence[str] | None, arch: Arch) -> Candidates:
     return found
 
 
+def named_pairs(names: Sequence[str] | None, offered: Candidates) -> list[tuple[str, str]]:
+    """The labels of K and V that each name means for all layers alike, where both are offered; no pair twice."""
+    meant = (_pair(name) for name in names or DEFAULT_KV_CANDIDATES)
+    pairs = dict.fromkeys((label_of(pair.k), label_of(pair.v)) for pair in meant)
+    return [(k, v) for k, v in pairs if k in offered["k"] and v in offered["v"]]
+
+
 def _pair(name: str) -> LayerKv:
     rules = parse_rules(name).rules
     if len(rules) != 1 or rules[0].layers is not None:

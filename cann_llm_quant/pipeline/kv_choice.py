@@ -2,11 +2,14 @@
 
     minimize  sum of damage[layer, side][format]     such that     mean of bits[layer, side][format] <= bits
 
-The chosen formats are then run together once, which says how far damages of single layers and sides add up. What comes
-out repeats without measuring again: it is the recipe that the output stores. Sinks, recent and sensitive pages are kept
-in float as the recipe says while all this is measured; the budget is that of the other pages.
+Damages of single layers and sides need not add up, so the mix is then run as a whole, and beside it every format within
+the budget that treats all layers alike: each candidate by its name, and the pair of least summed damage. Of all these
+the least measured KL is taken, so that a mix never costs more than what could be had without measuring. What comes out
+repeats without measuring again: it is the recipe that the output stores. Sinks, recent and sensitive pages are kept in
+float as the recipe says while all this is measured; the budget is that of the other pages.
 """
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +26,7 @@ from cann_llm_quant.pipeline.kv_candidates import (
     Candidates,
     candidates_of,
     layer_ranges,
+    named_pairs,
     page_bits,
     spec_text,
 )
@@ -36,6 +40,7 @@ from cann_llm_quant.pipeline.kv_sensitivity import (
 from cann_llm_quant.pipeline.kv_sensitivity_file import (
     RULES,
     FormatDamage,
+    JointDamage,
     KvChoiceReport,
     KvSensitivity,
     load_kv_sensitivity,
@@ -68,6 +73,11 @@ class KvMix:
         stored = (formats[label].bits for formats, label in zip(self.offered, self.chosen, strict=True))
         return sum(stored) / len(self.chosen)
 
+    @property
+    def spec(self) -> str:
+        """The SPEC that means it."""
+        return spec_text(self.layers())
+
     def layers(self) -> tuple[LayerKv, ...]:
         """The schemes by layer."""
         pairs = zip(self.chosen[::2], self.chosen[1::2], strict=True)
@@ -97,17 +107,18 @@ def resolve_kv_bits(
         found = load_kv_sensitivity(options.kv_sensitivity)
         _require_fitting(options.kv_sensitivity, found, source, arch, wanted, offered)
     mix = choose(found, arch, wanted, offered, bits)
+    mixes = [mix, *uniform_mixes(mix, named_pairs(wanted.candidates, offered), bits)]
     silent = replace(options, allow_fewer_samples=True)
-    joint = measure_joint(open_work(source, request, silent, _steps_of(tell)).work, mix.layers())
+    work = open_work(source, request, silent, _steps_of(tell)).work
+    compared = [
+        JointDamage(spec=one.spec, bits=one.bits, predicted_kl=one.damage, measured_kl=kl)
+        for one, kl in zip(mixes, measure_joint(work, [one.layers() for one in mixes]), strict=True)
+    ]
+    best = min(range(len(mixes)), key=lambda number: compared[number].measured_kl)
     report = KvChoiceReport(
-        spec=spec_text(mix.layers()),
-        bits_wanted=bits,
-        bits=mix.bits,
-        predicted_kl=mix.damage,
-        measured_kl=joint,
-        sensitivity=found,
+        **compared[best].model_dump(), bits_wanted=bits, compared=tuple(compared), sensitivity=found
     )
-    for sentence in description(mix, report):
+    for sentence in description(mixes[best], report):
         tell(Event("prepare", message=sentence))
     return recipe.model_copy(update={"kv_cache": _explicit(wanted, report.spec)}), report
 
@@ -177,6 +188,15 @@ def choose(found: KvSensitivity, arch: Arch, wanted: KvRecipe, offered: Candidat
     return KvMix(measured, tuple(list(formats)[i] for formats, i in zip(measured, indices, strict=True)))
 
 
+def uniform_mixes(mix: KvMix, named: Sequence[tuple[str, str]], bits: float) -> list[KvMix]:
+    """Other choices within the budget that give all layers the same labels of K and V: `named` ones, and the best."""
+    layers = len(mix.offered) // len(SIDES)
+    pairs = itertools.product(mix.offered[0], mix.offered[1])
+    fitting = [one for pair in pairs if (one := KvMix(mix.offered, pair * layers)).bits <= bits]
+    least = min(fitting, key=lambda one: one.damage, default=mix)
+    return [one for one in fitting if one.chosen != mix.chosen and (one == least or one.chosen[: len(SIDES)] in named)]
+
+
 def description(mix: KvMix, report: KvChoiceReport) -> list[str]:
     """What was chosen, for the user."""
     sentences = [f"KV cache of {report.bits:.3f} bits per value"]
@@ -189,17 +209,10 @@ def description(mix: KvMix, report: KvChoiceReport) -> list[str]:
         f"predicted KL {report.predicted_kl:.3g} nats per token, the sum of layers and sides alone; "
         f"all together measure {report.measured_kl:.3g}"
     )
-    uniform = _best_uniform(mix.offered, report.bits_wanted)
-    return sentences if uniform is None else [*sentences, f"one format for all within the budget: {uniform}"]
-
-
-def _best_uniform(offered: Sequence[Mapping[str, FormatDamage]], bits: float) -> str | None:
-    """The pair of formats that is best for all layers alike within the budget, with its summed damage."""
-    best: tuple[float, str] | None = None
-    for k in offered[0]:
-        for v in offered[1]:
-            pairs = [formats[label] for formats, label in zip(offered, (k, v) * (len(offered) // 2), strict=True)]
-            damage = sum(one.damage for one in pairs)
-            if sum(one.bits for one in pairs) / len(pairs) <= bits and (best is None or damage < best[0]):
-                best = damage, f"k={k} v={v} would sum up to {damage:.3g}"
-    return None if best is None else best[1]
+    mixed, *alike = report.compared
+    if report.spec != mixed.spec:
+        sentences.append(f"the mix of least predicted KL measures {mixed.measured_kl:.3g}, more than the same for all")
+    if alike:
+        costs = "; ".join(f"{one.spec} {one.measured_kl:.3g}" for one in alike)
+        sentences.append(f"measured KL of one format for all within the budget: {costs}")
+    return sentences

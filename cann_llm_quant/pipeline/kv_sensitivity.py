@@ -151,12 +151,15 @@ def variants_of(candidates: Candidates, arch: Arch, measured: int) -> dict[Forma
     return found
 
 
-def measure_joint(work: CacheWork, layers: Sequence[LayerKv]) -> float:
-    """KL in nats per token of the model with its whole cache in `layers`, static scales measured anew."""
-    kept = {number: layer for number, layer in enumerate(layers) if layer != LayerKv()}
-    if not kept:
-        return 0.0
-    return CacheWalk(work, [CacheVariant("kv-joint", kept)]).run()[0][0]
+def measure_joint(work: CacheWork, choices: Sequence[Sequence[LayerKv]]) -> list[float]:
+    """KL in nats per token of the model with its whole cache in each of `choices`, static scales measured anew."""
+    variants = {}
+    for number, layers in enumerate(choices):
+        kept = {index: layer for index, layer in enumerate(layers) if layer != LayerKv()}
+        if kept:
+            variants[number] = CacheVariant(f"kv-joint-{number}", kept)
+    kls = dict(zip(variants, CacheWalk(work, list(variants.values())).run()[0], strict=True)) if variants else {}
+    return [kls.get(number, 0.0) for number in range(len(choices))]
 
 
 def _sides(

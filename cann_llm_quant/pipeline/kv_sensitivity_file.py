@@ -68,16 +68,24 @@ class KvSensitivity(Document):
     sides: tuple[SideEntry, ...]
 
 
-class KvChoiceReport(Document):
-    """What `auto` chose: the SPEC, its stored bits per value and the budget, the KL that the single damages sum up to,
-    the KL of the whole cache in these formats, both in nats per token, and the measurement.
+class JointDamage(Document):
+    """A SPEC for the whole cache: its stored bits per value, the KL that the damages of its layers and sides sum up to,
+    and the KL of the model with all of it in place, both in nats per token.
     """
 
     spec: str
-    bits_wanted: float
     bits: float
     predicted_kl: Damage
     measured_kl: Damage
+
+
+class KvChoiceReport(JointDamage):
+    """What `auto` chose within the budget; what else was measured as a whole, the mix of least predicted KL first; and
+    the measurement of single layers and sides.
+    """
+
+    bits_wanted: float
+    compared: tuple[JointDamage, ...]
     sensitivity: KvSensitivity
 
 
