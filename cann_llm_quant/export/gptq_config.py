@@ -1,0 +1,190 @@
+"""What GPTQ's config says, written and read.
+
+`config.json` has the section `quantization_config`, `quantize_config.json` the same one for older tools:
+
+    {"quant_method": "gptq", "bits": …, "group_size": … (-1: a whole row), "sym": …, "desc_act": …, "lm_head": …,
+     "checkpoint_format": "gptq" | "gptq_v2", "pack_dtype": "int32", "dynamic": {pattern: overrides}, "meta": {…}}
+
+`dynamic` says by pattern, which a full name must begin with, what differs from the rest: an object of overrides (after
+`+:` or nothing), or a linear left in float (after `-:`). Fused names (`qkv_proj`, `gate_up_proj`) are written among the
+patterns because vLLM asks for those. transformers reads no `dynamic`, only `modules_in_block_to_quantize`, the names of
+the quantized linears of every layer, so that is written as well where all layers agree.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cann_llm_quant import __version__
+from cann_llm_quant.checkpoint.base import Checkpoint
+from cann_llm_quant.checkpoint.files import file_names, parse_json_object, read_bytes
+from cann_llm_quant.errors import CheckpointError, UnsupportedError
+from cann_llm_quant.export.layout import PackedModel
+from cann_llm_quant.export.weight_only import most_common
+from cann_llm_quant.models.arch import Layer
+from cann_llm_quant.models.config_fields import ConfigFields
+from cann_llm_quant.quant.scheme import Scheme
+
+SIDE_FILE = "quantize_config.json"
+_SECTION = "quantization_config"
+_FUSED_NAMES = {("q", "k", "v"): "qkv_proj", ("gate", "up"): "gate_up_proj"}
+
+
+def gptq_section(model: PackedModel, layout: str, *, act_order: bool) -> dict[str, Any]:
+    """The section for a model in `layout`, `gptq` or `gptq_v2`."""
+    base = most_common(dict(model.schemes))
+    section: dict[str, Any] = {
+        "quant_method": "gptq",
+        "bits": base.bits,
+        "group_size": _group_size(base),
+        "desc_act": act_order,
+        "sym": base.symmetric,
+        "lm_head": model.arch.head_module in model.schemes,
+        "checkpoint_format": layout,
+        "pack_dtype": "int32",
+        "dynamic": _dynamic(model, base),
+        "meta": {"quantizer": [f"cann-llm-quant:{__version__}"]},
+    }
+    names = same_in_all_layers(model) if float_in_layers(model) else None
+    return section if names is None else section | {"modules_in_block_to_quantize": [names]}
+
+
+def _dynamic(model: PackedModel, base: Scheme) -> dict[str, dict[str, Any]]:
+    """Patterns of what differs from `base`."""
+    schemes: dict[str, Scheme | None] = {module: model.schemes.get(module) for module in _linears(model)}
+    for layer in model.arch.layers:
+        for group, name in _fused_names(layer).items():
+            members = {schemes[module] for module in group}
+            if len(members) == 1:
+                schemes[name] = members.pop()
+    if model.arch.head_module in model.schemes:
+        schemes[model.arch.head_module] = model.schemes[model.arch.head_module]
+    overrides: dict[str, dict[str, Any]] = {}
+    for module, scheme in schemes.items():
+        if scheme is None:
+            overrides[f"-:^{re.escape(module)}$"] = {}
+        elif scheme != base:
+            overrides[f"+:^{re.escape(module)}$"] = {
+                "bits": scheme.bits,
+                "group_size": _group_size(scheme),
+                "sym": scheme.symmetric,
+            }
+    return overrides
+
+
+def _fused_names(layer: Layer) -> dict[tuple[str, ...], str]:
+    """The name under which vLLM loads each fusion group's modules as one."""
+    names = {}
+    for group in layer.fusion_groups:
+        fused = _FUSED_NAMES.get(tuple(role.rpartition(".")[2] for role in group))
+        modules = tuple(layer.linear(role).module for role in group)
+        if fused is not None:
+            names[modules] = f"{modules[0].rpartition('.')[0]}.{fused}"
+    return names
+
+
+def _linears(model: PackedModel) -> list[str]:
+    return [spec.module for layer in model.arch.layers for spec in layer.linears]
+
+
+def float_in_layers(model: PackedModel) -> bool:
+    """Whether any linear of the layers is stored in float."""
+    return any(module not in model.schemes for module in _linears(model))
+
+
+def same_in_all_layers(model: PackedModel) -> list[str] | None:
+    """Names, below a layer's, of its quantized linears where every layer has the same ones in codes; else None."""
+    names = [
+        [spec.module.partition(f".{layer.index}.")[2] for spec in layer.linears if spec.module in model.schemes]
+        for layer in model.arch.layers
+    ]
+    return names[0] if all(own == names[0] for own in names) else None
+
+
+def _group_size(scheme: Scheme) -> int:
+    return -1 if scheme.group_size is None else scheme.group_size
+
+
+@dataclass(frozen=True)
+class GptqConfig:
+    """The section as far as tensors do not tell it: `version` of zero points, symmetry, group sizes, by module.
+
+    None is what the section does not say.
+    """
+
+    version: int
+    group_size: int | None
+    symmetric: bool | None
+    overrides: tuple[tuple[re.Pattern[str], ConfigFields], ...]
+
+    @staticmethod
+    def of(checkpoint: Checkpoint) -> "GptqConfig":
+        """Of a model folder. Raises CheckpointError for contradictions, UnsupportedError for forms we cannot read."""
+        fields = _fields(checkpoint)
+        return GptqConfig(
+            version=_version(fields),
+            group_size=_given_group_size(fields),
+            symmetric=fields.optional_flag("sym"),
+            overrides=_overrides(fields),
+        )
+
+    def for_module(self, module: str) -> tuple[int | None, bool | None]:
+        """Group size and symmetry of one linear: those of the first override whose pattern its name begins with."""
+        for pattern, fields in self.overrides:
+            if pattern.match(module):
+                symmetric = fields.optional_flag("sym")
+                size = _given_group_size(fields)
+                return size or self.group_size, self.symmetric if symmetric is None else symmetric
+        return self.group_size, self.symmetric
+
+
+def _fields(checkpoint: Checkpoint) -> ConfigFields:
+    """The section of `config.json`, and what only `quantize_config.json` says; they may not contradict each other."""
+    where = f"{checkpoint.path}/config.json: {_SECTION}"
+    section = ConfigFields(checkpoint.config).section(_SECTION)
+    values = {} if section is None else dict(section.values)
+    if SIDE_FILE in file_names(checkpoint.path):
+        path = checkpoint.path / SIDE_FILE
+        beside = parse_json_object(read_bytes(path), path)
+        for key in ("checkpoint_format", "sym"):
+            if key in beside and key in values and beside[key] != values[key]:
+                raise CheckpointError(f"{where}.{key} is {values[key]!r}, but {SIDE_FILE} says {beside[key]!r}")
+        values = beside | values
+    return ConfigFields(values, where)
+
+
+def _version(fields: ConfigFields) -> int:
+    """1 or 2; files without the field are from before there was a second version."""
+    if fields.flag("is_marlin_format"):
+        raise UnsupportedError(f"{fields.where}: is_marlin_format is true; Marlin's layout is not read, only gptq's")
+    form = fields.text("checkpoint_format", fields.text("format", "gptq"))
+    if form not in ("gptq", "gptq_v2"):
+        raise UnsupportedError(f"{fields.where}: checkpoint_format {form!r} is not read, only gptq and gptq_v2")
+    if fields.text("pack_dtype", "int32") != "int32":
+        raise UnsupportedError(f"{fields.where}: pack_dtype is {fields.text('pack_dtype')!r}; only int32 is read")
+    return 2 if form == "gptq_v2" else 1
+
+
+def _given_group_size(fields: ConfigFields) -> int | None:
+    size = fields.optional_integer("group_size", minimum=-1)
+    if size == 0:
+        raise CheckpointError(f"{fields.where}: group_size is 0; it must be positive, or -1 for whole rows")
+    return size
+
+
+def _overrides(fields: ConfigFields) -> tuple[tuple[re.Pattern[str], ConfigFields], ...]:
+    """Overrides in order, without those for linears in float, which have no tensors to read."""
+    dynamic = fields.section("dynamic")
+    found = []
+    for text, values in ({} if dynamic is None else dynamic.values).items():
+        if text.startswith("-:"):
+            continue
+        where = f"{fields.where}.dynamic: {text!r}"
+        if not isinstance(values, Mapping):
+            raise CheckpointError(f"{where} must be an object, found {values!r}")
+        try:
+            found.append((re.compile(text.removeprefix("+:")), ConfigFields(values, where)))
+        except re.error as error:
+            raise CheckpointError(f"{where} is no regular expression: {error.msg}") from error
+    return tuple(found)
