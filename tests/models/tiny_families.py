@@ -42,7 +42,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def save_family(folder: Path, family: str, **config: Any) -> PreTrainedModel:
     """Save a random float32 model whose norms and biases matter; returns it."""
-    settings = SIZES | FAMILIES[family] | config
+    settings = SIZES | FAMILIES.get(family, {}) | config
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings))
     generator = torch.Generator().manual_seed(1)
