@@ -89,15 +89,25 @@ def _shard_from_json(stored: dict[str, Any]) -> Shard:
     return Shard(stored["name"], tuple(pieces), stored["whole_unit"])
 
 
-def plan_shards(units: Sequence[tuple[str, Sequence[Span]]], max_shard_bytes: int, metadata: Mapping[str, str]) -> Plan:
-    """Divide `units` (file, tensors; in order) into files of at most `max_shard_bytes`, headers included."""
+def plan_shards(
+    units: Sequence[tuple[str, Sequence[Span]]],
+    max_shard_bytes: int,
+    metadata: Mapping[str, str],
+    *,
+    stem: str = "model",
+    file_per_unit: bool = False,
+) -> Plan:
+    """Divide `units` (file, tensors; in order) into files of at most `max_shard_bytes`, headers included.
+
+    Their names begin with `stem`. `file_per_unit` lets no two units share a file.
+    """
     frame = header_bound([], metadata)
     groups: list[list[Piece]] = [[]]
     size = frame
     for file, spans in units:
         costs = [span.nbytes + entry_bound(span) for span in spans]
         fits_alone = frame + sum(costs) <= max_shard_bytes
-        if fits_alone and size + sum(costs) > max_shard_bytes:
+        if groups[-1] and (file_per_unit or (fits_alone and size + sum(costs) > max_shard_bytes)):
             groups.append([])
             size = frame
         for span, cost in zip(spans, costs, strict=True):
@@ -108,7 +118,7 @@ def plan_shards(units: Sequence[tuple[str, Sequence[Span]]], max_shard_bytes: in
             size += cost
     counts = {file: len(spans) for file, spans in units}
     groups = [group for group in groups if group]
-    names = shard_names(len(groups))
+    names = shard_names(len(groups), stem)
     shards = (
         Shard(name, tuple(group), _whole_unit(group, counts, metadata))
         for name, group in zip(names, groups, strict=True)
@@ -123,11 +133,11 @@ def _whole_unit(group: Sequence[Piece], counts: Mapping[str, int], metadata: Map
     return file if len(files) == 1 and counts[file] == len(group) and not metadata else None
 
 
-def shard_names(count: int) -> list[str]:
+def shard_names(count: int, stem: str = "model") -> list[str]:
     """File names of `count` shards, as transformers and every other loader expects them."""
     if count == 1:
-        return ["model.safetensors"]
-    return [f"model-{index:05d}-of-{count:05d}.safetensors" for index in range(1, count + 1)]
+        return [f"{stem}.safetensors"]
+    return [f"{stem}-{index:05d}-of-{count:05d}.safetensors" for index in range(1, count + 1)]
 
 
 def write_shards(plan: Plan, units: Path, result: Path) -> None:

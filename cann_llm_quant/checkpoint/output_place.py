@@ -15,7 +15,7 @@ from typing import Any
 
 from cann_llm_quant.errors import UsageError
 
-MARKERS = ("inference_config.json", "float_export.json")
+MARKERS = ("inference_config.json", "export.json", "float_export.json")
 SKELETON = frozenset({"lock", "run.json.tmp"})
 
 _UNUSABLE = {

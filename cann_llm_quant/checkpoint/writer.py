@@ -13,6 +13,7 @@ OUT.partial to OUT.partial.done before it is deleted, so that a kill in the midd
 to continue from; the next run for OUT deletes the rest.
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,7 @@ from cann_llm_quant.checkpoint.journal import (
     append_entry,
     disk_errors,
     encode_json,
+    file_sha256,
     read_entries,
     recover,
     remove,
@@ -46,9 +48,10 @@ from cann_llm_quant.checkpoint.output_place import (
 )
 from cann_llm_quant.errors import CheckpointError, ResumeError, UsageError
 
-__all__ = ["INDEX_NAME", "CheckpointWriter", "WrittenCheckpoint", "check_output"]
+__all__ = ["SUMS_NAME", "CheckpointWriter", "WrittenCheckpoint", "check_output"]
 
-INDEX_NAME = "model.safetensors.index.json"
+SUMS_NAME = "SHA256SUMS"
+MERGED_BYTES = 256 << 20  # below, one file is handier than many and copying it costs little
 
 
 @dataclass(frozen=True)
@@ -171,21 +174,31 @@ class CheckpointWriter:
                 return read_tensors(path)
         raise CheckpointError(f"unit {unit!r} is not in {self._units}: never written, or already merged into a shard")
 
-    def finish(self, files: Mapping[str, bytes], metadata: Mapping[str, str] | None = None) -> WrittenCheckpoint:
-        """Merge the units into shards, add the companion `files`, check everything and publish OUT.
+    def finish(
+        self,
+        files: Mapping[str, bytes],
+        metadata: Mapping[str, str] | None = None,
+        *,
+        stem: str = "model",
+        file_per_unit: bool = False,
+    ) -> WrittenCheckpoint:
+        """Merge the units into shards, add the companion `files` and SHA256SUMS, check everything and publish OUT.
 
-        `metadata` joins the safetensors headers. Raises UsageError for a file name that leaves the folder or
+        `metadata` joins the safetensors headers. Names of weight files and of their index begin with `stem`. With
+        `file_per_unit`, units of a large model become files as they are, without being copied. Raises UsageError for a file name that leaves the folder or
         collides, CheckpointError when a reopened shard is not what was written. Can be repeated after a kill.
         """
         with disk_errors(self._partial):
-            plan = self._planned(dict(metadata or {}))
-            companions = _checked_files(files, plan)
+            plan = self._planned(dict(metadata or {}), stem, file_per_unit)
+            index_name = f"{stem}.safetensors.index.json"
+            companions = _checked_files(files, plan, index_name)
             if self._published():
                 check_shards(plan, self._out)
             else:
                 write_shards(plan, self._units, self._result)
                 if len(plan.shards) > 1:
-                    companions[INDEX_NAME] = index_json(plan)
+                    companions[index_name] = index_json(plan)
+                companions[SUMS_NAME] = self._sums(plan, companions)
                 _write_companions(companions, plan, self._result)
                 check_shards(plan, self._result)
                 self._publish()
@@ -193,13 +206,24 @@ class CheckpointWriter:
         names = tuple(shard.name for shard in plan.shards)
         return WrittenCheckpoint(self._out, names, plan.total_size, len(plan.weight_map))
 
-    def _planned(self, metadata: dict[str, str]) -> Plan:
+    def _sums(self, plan: Plan, companions: Mapping[str, bytes]) -> bytes:
+        """What `sha256sum` would print of the result's files, in order of their names."""
+        known = {entry.file: entry.sha256 for entry in self._entries}
+        sums = {name: hashlib.sha256(content).hexdigest() for name, content in companions.items()}
+        for shard in plan.shards:
+            unit = shard.whole_unit
+            sums[shard.name] = file_sha256(self._result / shard.name) if unit is None else known[unit]
+        return "".join(f"{sums[name]}  {name}\n" for name in sorted(sums)).encode()
+
+    def _planned(self, metadata: dict[str, str], stem: str, file_per_unit: bool) -> Plan:
         if self._plan is None:
             units = [(entry.file, read_header(self._units / entry.file)[0]) for entry in self._entries]
             if not any(spans for _, spans in units):
                 raise CheckpointError(f"no tensors were written to {self._partial}: there is nothing to publish")
             self._result.mkdir(exist_ok=True)
-            self._plan = plan_shards(units, self._max_shard_bytes, metadata)
+            large = sum(span.nbytes for _, spans in units for span in spans) > MERGED_BYTES
+            apart = file_per_unit and large
+            self._plan = plan_shards(units, self._max_shard_bytes, metadata, stem=stem, file_per_unit=apart)
             write_file(self._partial / "plan.json", self._plan.to_json())
         if self._plan.metadata != metadata:
             raise ResumeError(
@@ -243,8 +267,8 @@ class CheckpointWriter:
         discard(done, self._lock)
 
 
-def _checked_files(files: Mapping[str, bytes], plan: Plan) -> dict[str, bytes]:
-    taken = {shard.name for shard in plan.shards} | {INDEX_NAME}
+def _checked_files(files: Mapping[str, bytes], plan: Plan, index_name: str) -> dict[str, bytes]:
+    taken = {shard.name for shard in plan.shards} | {index_name, SUMS_NAME}
     for name in files:
         path = PurePosixPath(name)
         if (

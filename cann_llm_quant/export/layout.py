@@ -25,7 +25,8 @@ class StoredLinear:
     """One quantized matrix in a source's files.
 
     `shape` is `(out, in)`; `tensors` are the full stored names that make it up (its bias is none of them), which the
-    float view hides; `dtype` is what its weights are dequantized to when nothing else is asked for.
+    float view hides; `dtype` is what its weights are dequantized to when nothing else is asked for. `scattered` says
+    that groups are no runs of neighbouring columns (`QuantizedTensor.group_index`).
     """
 
     scheme: Scheme
@@ -33,6 +34,7 @@ class StoredLinear:
     tensors: tuple[str, ...]
     dtype: torch.dtype
     activations: ActivationScheme | None = None
+    scattered: bool = False
 
 
 @runtime_checkable
@@ -76,7 +78,8 @@ class PackedModel:
     """What an exporter knows of a model before it reads a weight.
 
     `schemes`, `activations` and `shapes` are by module; linears that `schemes` lacks are stored in float. `dtype` is
-    the storage type of most float tensors, `config` the source's `config.json` without its quantization section.
+    the storage type of most float tensors, `config` the source's `config.json` without its quantization section,
+    `scattered` the linears whose groups are no runs of neighbouring columns.
     """
 
     arch: Arch
@@ -88,6 +91,7 @@ class PackedModel:
     config: Mapping[str, Any]
     tied: Mapping[str, str] = field(default_factory=dict)
     kv_cache: KvCache = field(default_factory=KvCache)
+    scattered: frozenset[str] = frozenset()
 
     def float_linears(self) -> list[str]:
         """Every matrix of the decoder that is stored in float, head included, by module, in the model's order."""
@@ -143,6 +147,10 @@ class Encoder(Protocol):
 
     def plain(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """The stored tensors of a tensor that is no part of a quantized linear."""
+        ...
+
+    def cache(self, model: PackedModel) -> dict[str, Tensor]:
+        """Stored tensors that describe the KV cache, by full name; empty where the model or the layout has none."""
         ...
 
     def files(self, model: PackedModel, tensors: Mapping[str, torch.dtype]) -> dict[str, bytes]:

@@ -33,7 +33,9 @@ class NativeReader:
         self._checkpoint, self.inference = checkpoint, inference
         self.tied: Mapping[str, str] = inference.weights.tied
         self.kv_cache: KvCache = inference.kv_cache
-        self.linears: Mapping[str, StoredLinear] = {module: self._linear(module) for module in inference.weights.linears}
+        self.linears: Mapping[str, StoredLinear] = {
+            module: self._linear(module) for module in inference.weights.linears
+        }
 
     def _linear(self, module: str) -> StoredLinear:
         try:

@@ -1,7 +1,9 @@
 """A quantized embedding: rows are dequantized when they are looked up; the codes may serve a tied head as well.
 
-y[t] = codes[ids[t]] * scale[ids[t]]        one scale a row
+y[t] = (codes[ids[t]] - zero_point[ids[t]]) * scale[ids[t]]        scales by row or by group of a row
 """
+
+from dataclasses import replace
 
 import torch
 from jaxtyping import Float, Int
@@ -11,15 +13,19 @@ from cann_llm_quant.quant.scheme import QuantizedTensor
 
 
 class QuantizedLookup:
-    """Rows of `weight`, in `dtype`, on `device`; `weight` has one scale a row and no zero points."""
+    """Rows of `weight`, in `dtype`, on `device`; every row of `weight` has scales of its own."""
 
     def __init__(self, weight: QuantizedTensor, device: torch.device, dtype: torch.dtype) -> None:
-        if weight.scale.shape != (weight.shape[0], 1) or weight.zero_point is not None:
-            raise ValueError(f"an embedding has one scale a row and no zero points, not {weight.scheme}")
-        self.weight = QuantizedTensor(weight.codes.to(device), weight.scale.to(device), None, weight.scheme)
+        if weight.scale.shape[0] != weight.shape[0] or weight.group_index is not None:
+            raise ValueError(f"an embedding has scales for each row, not {weight.scheme}")
+        zero_point = None if weight.zero_point is None else weight.zero_point.to(device)
+        codes, scale = weight.codes.to(device), weight.scale.to(device)
+        self.weight = replace(weight, codes=codes, scale=scale, zero_point=zero_point)
         self.device, self.dtype = device, dtype
 
     def __call__(self, ids: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq hidden"]:
         """The rows for `ids`."""
-        codes, scale = self.weight.codes[ids], self.weight.scale[ids]
-        return (codes.to(torch.float32) * scale.to(torch.float32)).to(self.dtype)
+        whole, flat = self.weight, ids.flatten()
+        zero_point = None if whole.zero_point is None else whole.zero_point[flat]
+        rows = replace(whole, codes=whole.codes[flat], scale=whole.scale[flat], zero_point=zero_point)
+        return rows.dequantize(self.dtype).view(*ids.shape, whole.shape[1])

@@ -130,7 +130,7 @@ class _PackedLoader:
         """The embedding, and the same matrix as a tied head: one storage for both."""
         module = self.arch.embedding_name.removesuffix(".weight")
         packed = self.checkpoint.quantized(module)
-        if packed is None:
+        if packed is None or packed.scale.shape[0] != packed.shape[0]:
             weight = self._tensor(self.arch.embedding_name)
             return weight, DenseLinear(weight)
         self._check_shape(module, packed.shape, (self.arch.vocab_size, self.arch.hidden_size))

@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import signal
+import subprocess
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
@@ -86,11 +87,35 @@ def test_one_file_when_it_fits(tmp_path: Path) -> None:
     assert written.weight_files == ("model.safetensors",)
     assert written.tensors == 12
     assert written.total_bytes == sum(t.numel() * t.element_size() for t in merged(units).values())
-    assert sorted(digests(tmp_path / "out")) == sorted({*FILES, "model.safetensors"})
+    assert sorted(digests(tmp_path / "out")) == sorted({*FILES, "SHA256SUMS", "model.safetensors"})
     assert same(load_all(tmp_path / "out"), merged(units))
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("limit", [10**9, 60_000])
+def test_the_sums_are_those_of_sha256sum(tmp_path: Path, limit: int) -> None:
+    """Of every file but the list itself, whether a unit became a file as it was or was copied into one."""
+    write_all(tmp_path / "out", make_units(), limit=limit)
+    subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=tmp_path / "out", check=True)
+    listed = [line.split("  ", 1)[1] for line in (tmp_path / "out" / "SHA256SUMS").read_text().splitlines()]
+    assert sorted(listed) == sorted(set(digests(tmp_path / "out")) - {"SHA256SUMS"})
+
+
+def test_units_of_a_large_model_become_files_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    units = {str(i): {f"w{i}": torch.full((64, 64), float(i))} for i in range(3)}
+    monkeypatch.setattr("cann_llm_quant.checkpoint.writer.MERGED_BYTES", 3 * 64 * 64 * 4 - 1)
+    with CheckpointWriter.open(tmp_path / "out", run=RUN) as writer:
+        for name, tensors in units.items():
+            writer.write_unit(name, tensors, {})
+        inodes = {path.stat().st_ino for path in (tmp_path / "out.partial" / "units").iterdir()}
+        written = writer.finish({}, stem="quant", file_per_unit=True)
+    assert written.weight_files == tuple(f"quant-0000{i}-of-00003.safetensors" for i in (1, 2, 3))
+    assert {(tmp_path / "out" / name).stat().st_ino for name in written.weight_files} == inodes  # never copied
+    index = json.loads((tmp_path / "out" / "quant.safetensors.index.json").read_text())
+    assert index["weight_map"] == {f"w{i}": written.weight_files[i] for i in range(3)}
+    subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=tmp_path / "out", check=True)
 
 
 def test_c27_index_matches_the_reopened_shards(tmp_path: Path) -> None:
@@ -396,7 +421,7 @@ def test_overwrite_replaces_only_at_the_end(tmp_path: Path) -> None:
         writer.write_unit("u", {"w": torch.zeros(3)}, {})
         assert digests(out) == before
         writer.finish({})
-    assert list(digests(out)) == ["model.safetensors"]
+    assert sorted(digests(out)) == ["SHA256SUMS", "model.safetensors"]
     assert list(load_all(out)) == ["w"]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -446,7 +471,7 @@ def test_companions_of_an_earlier_attempt_disappear(tmp_path: Path, monkeypatch:
         with pytest.raises(ResumeError, match="metadata"):
             writer.finish({})
         writer.finish({"kept/b.txt": b"3"}, {"by": "us"})
-    assert sorted(digests(tmp_path / "out")) == ["kept/b.txt", "model.safetensors"]
+    assert sorted(digests(tmp_path / "out")) == ["SHA256SUMS", "kept/b.txt", "model.safetensors"]
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt", "by": "us"}
 

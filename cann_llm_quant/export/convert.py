@@ -1,0 +1,137 @@
+"""A model streamed from one layout into another that is made of safetensors; nothing is quantized again unless asked.
+
+One layer is in memory at a time. Every layer is a unit of the writer, so that a killed export goes on where it was,
+and becomes a weight file of its own, so that no byte is written twice. `export.json` beside the weights says where they
+come from, and that `--overwrite` may replace the folder.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cann_llm_quant import __version__
+from cann_llm_quant.checkpoint.base import Checkpoint
+from cann_llm_quant.checkpoint.writer import CheckpointWriter, WrittenCheckpoint, check_output
+from cann_llm_quant.export.fitting import Fit, fit, fitted
+from cann_llm_quant.export.layout import Encoder, PackedModel
+from cann_llm_quant.export.model_config import json_bytes
+from cann_llm_quant.export.packed import open_source
+from cann_llm_quant.export.packed_checkpoint import PackedCheckpoint
+from cann_llm_quant.export.packed_model import packed_model, units
+
+FILE_NAME = "export.json"
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What was written, how many linears stayed in their codes or were rounded anew, and what the user should know."""
+
+    written: WrittenCheckpoint
+    linears: int
+    rounded: int
+    warnings: list[str]
+
+
+def convert(
+    source: str | Path,
+    output: Path,
+    make: Callable[[Checkpoint], Encoder],
+    *,
+    regroup: int | None = None,
+    requantize: bool = False,
+    max_shard_bytes: int = 5_000_000_000,
+    overwrite: bool = False,
+    progress: Progress = lambda done, total: None,
+) -> Converted:
+    """Write `source` in the layout of the encoder that `make` gives for it.
+
+    Raises UsageError for an `output` that cannot be written or must not be replaced, UnsupportedError for what the
+    layout cannot hold (see `fitting`), CheckpointError for a source that is damaged.
+    """
+    with open_source(str(source), dtype=None) as checkpoint:
+        check_output(output, overwrite=overwrite, sources=[checkpoint.path])
+        encoder = make(checkpoint)
+        model = packed_model(checkpoint)
+        chosen = fit(model, encoder, size=regroup, requantize=requantize)
+        model = fitted(model, chosen)
+        warnings = encoder.check(model)
+        run = {
+            "export": encoder.layout,
+            "options": options_of(encoder),
+            "source": checkpoint.fingerprint(),
+            "regroup": regroup,
+            "requantize": requantize,
+        }
+        with CheckpointWriter.open(
+            output, run=run, max_shard_bytes=max_shard_bytes, overwrite=overwrite, sources=[checkpoint.path]
+        ) as writer:
+            _write_units(writer, checkpoint, model, chosen, encoder, progress)
+            files = encoder.files(model, _dtypes(writer)) | {FILE_NAME: json_bytes(origin(checkpoint, encoder.layout))}
+            written = writer.finish(checkpoint.companion_files() | files, stem=encoder.stem, file_per_unit=True)
+    return Converted(written, len(model.schemes), len(chosen.rounded), warnings)
+
+
+def _write_units(
+    writer: CheckpointWriter,
+    checkpoint: Checkpoint,
+    model: PackedModel,
+    chosen: Fit,
+    encoder: Encoder,
+    progress: Progress,
+) -> None:
+    parts = units(checkpoint, model.arch)
+    for done, (unit, names) in enumerate(parts.items()):
+        if unit not in writer.completed:
+            tensors = _encoded(checkpoint, names, chosen, encoder)
+            if unit == "outer":
+                tensors |= encoder.cache(model)
+            record = {"tensors": {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}}
+            writer.write_unit(unit, tensors, record)
+        progress(done + 1, len(parts))
+
+
+def _encoded(checkpoint: Checkpoint, names: list[str], chosen: Fit, encoder: Encoder) -> dict[str, Tensor]:
+    """The stored tensors of one unit."""
+    packed = {name.removesuffix(".weight") for name in names if name.endswith(".weight")} & set(chosen.schemes)
+    stored: dict[str, Tensor] = {}
+    for name in names:
+        module, _, kind = name.rpartition(".")
+        if module not in packed:
+            stored |= encoder.plain(name, checkpoint.load(name))
+        elif kind == "weight":
+            assert isinstance(checkpoint, PackedCheckpoint), "only a packed source has packed linears"
+            weight = checkpoint.quantized(module)
+            assert weight is not None, "the scheme says that it is packed"
+            bias = checkpoint.load(f"{module}.bias") if f"{module}.bias" in checkpoint.tensors else None
+            stored |= encoder.encode(module, chosen.weight(module, weight), checkpoint.inputs(module), bias)
+    return stored
+
+
+def _dtypes(writer: CheckpointWriter) -> dict[str, torch.dtype]:
+    return {
+        name: getattr(torch, dtype) for record in writer.completed.values() for name, dtype in record["tensors"].items()
+    }
+
+
+def options_of(encoder: Encoder) -> dict[str, Any]:
+    """What was asked of a layout beyond its name, as plain values that identify a run."""
+    return {name: value for name, value in vars(encoder).items() if isinstance(value, str | int | bool | float | None)}
+
+
+def origin(checkpoint: Checkpoint, layout: str) -> Mapping[str, Any]:
+    """The content of `export.json`."""
+    source_layout = checkpoint.reader.layout if isinstance(checkpoint, PackedCheckpoint) else "float"
+    return {
+        "tool": "cann-llm-quant",
+        "tool_version": __version__,
+        "layout": layout,
+        "source_name": checkpoint.path.resolve().name,
+        "source_layout": source_layout,
+        "source_fingerprint": checkpoint.fingerprint(),
+    }

@@ -1,0 +1,116 @@
+"""A model streamed into another layout: the same codes, resumable, refused with what would help."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from native_folders import save_native
+from tiny_models import our_logits, save_tiny
+
+from cann_llm_quant.errors import UnsupportedError
+from cann_llm_quant.export.convert import convert
+from cann_llm_quant.export.native_encoder import NativeEncoder
+from cann_llm_quant.export.native_reader import open_native
+from cann_llm_quant.quant.regroup import finer, regroup
+from cann_llm_quant.quant.scheme import ActivationScheme, QuantizedTensor, Scheme
+
+INT4 = Scheme("int4", True, "group", 32)
+IDS = torch.randint(3, 128, (1, 24), generator=torch.Generator().manual_seed(3))
+
+
+class Narrow(NativeEncoder):
+    """A layout for groups of 16 only."""
+
+    layout = "narrow"
+
+    def refusal(self, module, scheme, activations, shape):
+        return None if scheme.group_size == 16 else "has no groups of 16"
+
+    def nearest(self, scheme, shape):
+        return Scheme("int4", scheme.symmetric, "group", 16)
+
+
+def same(a: QuantizedTensor, b: QuantizedTensor) -> bool:
+    zeros = (a.zero_point is None) == (b.zero_point is None)
+    zeros = zeros and (a.zero_point is None or torch.equal(a.zero_point, b.zero_point))
+    return torch.equal(a.codes, b.codes) and torch.equal(a.scale, b.scale) and zeros and a.scheme == b.scheme
+
+
+@pytest.mark.parametrize(
+    ("scheme", "inputs"),
+    [
+        (INT4, None),
+        (Scheme("int4", False, "group", 32), None),
+        (Scheme("int3", False, "group", 32), None),
+        (Scheme("int8", True, "channel", None), ActivationScheme()),
+        (Scheme("fp8_e4m3", True, "tile", None), None),
+    ],
+    ids=lambda value: value.label() if isinstance(value, Scheme) else "",
+)
+def test_native_to_native_keeps_every_code(tmp_path: Path, scheme: Scheme, inputs: ActivationScheme | None) -> None:
+    source = save_native(save_tiny(tmp_path / "m", "qwen2"), tmp_path / "q", scheme, inputs)
+    done = convert(source, tmp_path / "out", NativeEncoder)
+    with open_native(source) as old, open_native(tmp_path / "out") as new:
+        assert old.modules == new.modules
+        assert done.linears == len(old.modules)
+        assert set(old.tensors) == set(new.tensors)
+        for module in old.modules:
+            assert same(old.quantized(module), new.quantized(module))
+        for name in set(old.tensors) - {f"{module}.weight" for module in old.modules}:
+            assert torch.equal(old.load(name), new.load(name))
+    assert torch.equal(our_logits(source, IDS), our_logits(tmp_path / "out", IDS))
+    origin = json.loads((tmp_path / "out" / "export.json").read_text())
+    assert (origin["layout"], origin["source_layout"]) == ("compressed-tensors", "native")
+    old_config, new_config = (json.loads((f / "config.json").read_text()) for f in (source, tmp_path / "out"))
+    kept = {key: old_config[key] for key in old_config if key not in ("quantization_config", "transformers_version")}
+    assert {key: new_config[key] for key in kept} == kept
+    assert sorted(new_config["quantization_config"]["config_groups"]) == ["group_0"]
+
+
+def test_a_refusal_names_linears_and_what_would_help(tmp_path: Path) -> None:
+    source = save_native(save_tiny(tmp_path / "m"), tmp_path / "q", INT4)
+    with pytest.raises(UnsupportedError) as caught:
+        convert(source, tmp_path / "out", Narrow)
+    assert str(caught.value) == (
+        "the source cannot be written as narrow: model.layers.0.self_attn.q_proj (int4-sym-g32, like 13 others) "
+        "has no groups of 16; --regroup 16 splits the groups without a loss or --requantize rounds them anew, to int4-sym-g16"
+    )
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_split_groups_mean_the_same(tmp_path: Path) -> None:
+    source = save_native(save_tiny(tmp_path / "m"), tmp_path / "q", Scheme("int4", False, "group", 32))
+    convert(source, tmp_path / "out", Narrow, regroup=16)
+    assert torch.equal(our_logits(source, IDS), our_logits(tmp_path / "out", IDS))
+    with open_native(tmp_path / "out") as new:
+        assert {linear.scheme.group_size for linear in new.reader.linears.values()} == {16}
+
+
+def test_rounding_anew_is_said(tmp_path: Path) -> None:
+    source = save_native(save_tiny(tmp_path / "m"), tmp_path / "q", Scheme("int8", True, "channel", None))
+    done = convert(source, tmp_path / "out", Narrow, requantize=True)
+    assert done.rounded == done.linears == 14
+    with open_native(source) as old, open_native(tmp_path / "out") as new:
+        for module in old.modules:
+            before, after = old.quantized(module).dequantize(), new.quantized(module).dequantize()
+            step = float(new.quantized(module).scale.max())
+            assert 0 < float((after - before).abs().max()) <= 0.55 * step
+
+
+@pytest.mark.parametrize("own", [Scheme("int4", False, "group", 32), Scheme("int4", False, "channel", None)])
+def test_regroup_repeats_scales(own: Scheme) -> None:
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(-8, 8, (6, 64), generator=generator, dtype=torch.int8)
+    groups = own.scale_shape(6, 64)[1]
+    scale = torch.rand(6, groups, generator=generator)
+    zero = torch.randint(-8, 8, (6, groups), generator=generator, dtype=torch.int8)
+    weight = QuantizedTensor(codes, scale, zero, own)
+    split = regroup(weight, 16)
+    assert split.scale.shape == (6, 4)
+    assert torch.equal(split.dequantize(), weight.dequantize())
+    assert finer(own, 64, 24) is None
+    assert finer(replace(own, strategy="tensor", group_size=None), 64, 16) == split.scheme
+    assert finer(Scheme("fp8_e4m3", True, "tile", None), 128, 32) is None
