@@ -11,6 +11,7 @@ from typing import Any
 from cann_llm_quant.errors import CheckpointError, UnsupportedError
 
 ARCHITECTURES = {
+    "glm": "GlmForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",

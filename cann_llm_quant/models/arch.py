@@ -22,13 +22,15 @@ ProducerKind = Literal["norm", "linear"]
 class Rope:
     """Rotary embedding: base, scaling kind and that kind's parameters under their Hugging Face names.
 
-    `trained_positions` is the config's `max_position_embeddings`, before any scaling extends it.
+    `trained_positions` is the config's `max_position_embeddings`, before any scaling extends it. Where `interleaved`,
+    channels of a head turn in pairs of neighbours instead of halves.
     """
 
     theta: float = 10000.0
     kind: RopeKind = "default"
     parameters: Mapping[str, Any] = field(default_factory=dict)
     trained_positions: int = 0
+    interleaved: bool = False
 
 
 @dataclass(frozen=True)

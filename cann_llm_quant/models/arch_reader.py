@@ -1,6 +1,7 @@
 """From a checkpoint's config and tensor shapes to its architecture map, refusing what does not fit together."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -54,6 +55,7 @@ def arch_from_config(config: Mapping[str, Any], shapes: Shapes, where: str) -> A
         positions or fields.integer("max_sequence_length", default=2048),
         partial_rotary=family.partial_rotary,
     )
+    rope = replace(rope, interleaved=family.interleaved_rotary)
     arch = Arch(
         model_type=family.model_type,
         vocab_size=vocab,

@@ -19,7 +19,7 @@ from torch.nn import functional
 from cann_llm_quant.models.arch import Arch, Layer
 from cann_llm_quant.models.attention import Attend, CausalAttend
 from cann_llm_quant.models.moe import mix_experts, route
-from cann_llm_quant.models.rope import cos_sin, rotate
+from cann_llm_quant.models.rope import cos_sin, halves_from_pairs, rotate
 
 Observe = Callable[[str, Float[Tensor, "tokens in"]], None]
 Rotation = tuple[Float[Tensor, "batch seq dim"], Float[Tensor, "batch seq dim"]]
@@ -133,6 +133,9 @@ class DecoderLayer:
         )
         if "q_norm" in self.parameters:
             q, k = self.norm("q_norm", q), self.norm("k_norm", k)
+        if self.arch.rope.interleaved:
+            turning = rotation[0].shape[-1]
+            q, k = halves_from_pairs(q, turning), halves_from_pairs(k, turning)
         q, k = rotate(q, *rotation), rotate(k, *rotation)
         mixed = attend(self.layer.index, q, k, v, scale=self.arch.head_dim**-0.5, window=self.layer.window)
         mixed = mixed.transpose(1, 2).flatten(2)

@@ -70,6 +70,7 @@ class Family:
     """What distinguishes one `model_type`; see the module's docstring.
 
     `partial_rotary`: the config's `partial_rotary_factor` may leave the last channels of every head unturned.
+    `interleaved_rotary`: neighbours turn together, see `Rope`.
     """
 
     model_type: str
@@ -80,6 +81,7 @@ class Family:
     mlp_bias: BiasRule = NO_BIAS
     qk_norm: bool = False
     partial_rotary: bool = False
+    interleaved_rotary: bool = False
     window: Window = full_attention
     experts: Experts | None = None
     attention: Mapping[str, str] = field(default_factory=lambda: ATTENTION)

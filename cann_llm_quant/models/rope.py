@@ -4,6 +4,9 @@ Channel pair `(i, i + d/2)` of a head turns by the angle `position * f_i`, `f_i 
 
     rotated = x * cos + (-x[d/2:], x[:d/2]) * sin
 
+Families that store pairs of neighbours `(2i, 2i + 1)` instead have their turning channels put into this order first:
+attention is a sum over channels, so that the order is no concern as long as q and k share it.
+
 Scaling kinds change `f` (and `yarn` also multiplies cos and sin by an attention factor):
 
     linear    f / factor
@@ -80,6 +83,13 @@ def rotate(
     first, second = turning.chunk(2, dim=-1)
     turned = turning * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]
     return turned if dim == x.shape[-1] else torch.cat((turned, still), dim=-1)
+
+
+def halves_from_pairs(
+    x: Float[Tensor, "batch heads seq head_dim"], dim: int
+) -> Float[Tensor, "batch heads seq head_dim"]:
+    """The first `dim` channels of every head from the order of neighbours to that of halves."""
+    return torch.cat((x[..., 0:dim:2], x[..., 1:dim:2], x[..., dim:]), dim=-1)
 
 
 def _powers(theta: float, dim: int) -> Float[Tensor, "half"]:

@@ -98,6 +98,26 @@ def phi3(state: State, kv_heads: int) -> State:
     return state
 
 
+def chatglm(state: State, kv_heads: int) -> State:
+    """From transformers' GLM, whose gate and up are in one matrix as well."""
+    fused = {
+        "transformer.embedding.word_embeddings.weight": state["model.embed_tokens.weight"],
+        "transformer.encoder.final_layernorm.weight": state["model.norm.weight"],
+        "transformer.output_layer.weight": state["lm_head.weight"],
+    }
+    for i in LAYERS:
+        layer, stored = f"model.layers.{i}.", f"transformer.encoder.layers.{i}."
+        for kind in ("weight", "bias"):
+            parts = [state[f"{layer}self_attn.{part}_proj.{kind}"] for part in "qkv"]
+            fused[f"{stored}self_attention.query_key_value.{kind}"] = one_after_another(*parts)
+        fused[f"{stored}self_attention.dense.weight"] = state[f"{layer}self_attn.o_proj.weight"]
+        fused[f"{stored}mlp.dense_h_to_4h.weight"] = state[f"{layer}mlp.gate_up_proj.weight"]
+        fused[f"{stored}mlp.dense_4h_to_h.weight"] = state[f"{layer}mlp.down_proj.weight"]
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            fused[f"{stored}{norm}.weight"] = state[f"{layer}{norm}.weight"]
+    return fused
+
+
 def unchanged(state: State, kv_heads: int) -> State:
     return state
 
@@ -141,6 +161,33 @@ SOURCES: dict[str, tuple[str, dict[str, Any], Fuse, dict[str, Any]]] = {
             "no_bias": True,
         },
     ),
+    "chatglm": (
+        "glm",
+        {"rms_norm_eps": 1e-5, "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+        chatglm,
+        {
+            **{name: COMMON[name] for name in ("hidden_size", "num_attention_heads", "auto_map", "eos_token_id")},
+            "num_layers": SIZES["num_hidden_layers"],
+            "padded_vocab_size": SIZES["vocab_size"],
+            "ffn_hidden_size": 52,
+            "kv_channels": 12,
+            "multi_query_attention": True,
+            "multi_query_group_num": 2,
+            "add_qkv_bias": True,
+            "add_bias_linear": False,
+            "layernorm_epsilon": 1e-5,
+            "seq_length": 64,
+            "original_rope": True,
+            "rmsnorm": True,
+            "post_layer_norm": True,
+        },
+    ),
+    "glm": (
+        "glm",
+        {},
+        unchanged,
+        LLAMA | {"num_key_value_heads": 2, "head_dim": 12, "attention_bias": True, "architectures": ["GlmForCausalLM"]},
+    ),
     "phi3": ("llama", {"head_dim": 6}, phi3, LLAMA | {"num_key_value_heads": 2, "sliding_window": None}),
 }
 
@@ -149,6 +196,17 @@ def save_plain(folder: Path, model_type: str) -> Any:
     """The plain twin of a fused source, saved by transformers; returns its model."""
     family, settings, _, _ = SOURCES[model_type]
     return save_family(folder, family, **settings)
+
+
+def plain_state(plain: Path) -> State:
+    """The tensors of a plain twin; GLM's gate and up, which transformers keeps in one matrix, row by row."""
+    state = load_file(plain / "model.safetensors")
+    for name in [name for name in state if ".gate_up_proj." in name]:
+        both = state.pop(name)
+        half = len(both) // 2
+        state[name.replace("gate_up", "gate")] = torch.stack([both[row] for row in range(half)])
+        state[name.replace("gate_up", "up")] = torch.stack([both[half + row] for row in range(half)])
+    return state
 
 
 def save_fused(folder: Path, model_type: str, plain: Path, **changes: Any) -> Path:

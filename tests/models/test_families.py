@@ -33,6 +33,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    "glm-quarter-and-no-bias": ("glm", {"partial_rotary_factor": 0.34, "attention_bias": False}),
+    "glm-whole": ("glm", {"partial_rotary_factor": 1.0}),
     "qwen3-biases": ("qwen3", {"attention_bias": True}),
     "qwen2_moe-window": ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2}),
     "qwen2_moe-no-bias": ("qwen2_moe", {"qkv_bias": False}),
@@ -146,7 +148,7 @@ def test_rope_scaling_within_and_beyond_the_trained_length(tmp_path: Path, scali
     torch.testing.assert_close(load_ours(tmp_path)(ids), expected, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [name for name in FAMILIES if not known_families()[name].partial_rotary])
 def test_partial_rotary_factor_is_refused_by_families_that_turn_whole_heads(tmp_path: Path, family: str) -> None:
     save_family(tmp_path, family)
     edit_config(tmp_path, partial_rotary_factor=0.5)
@@ -165,7 +167,7 @@ def test_c30_old_and_new_rope_fields_are_the_same_model(tmp_path: Path) -> None:
 
 TRAINED = (
     *("stories260k", "stories260k-qwen2", "tiny-llama", "tiny-qwen2", "s260k-qwen3"),
-    *("s260k-qwen3_moe", "tiny-mixtral", "stories260k-mixtral", "tiny-qwen3_moe"),
+    *("tiny-glm", "s260k-glm", "s260k-qwen3_moe", "tiny-mixtral", "stories260k-mixtral", "tiny-qwen3_moe"),
 )
 
 

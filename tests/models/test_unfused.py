@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from fused_sources import SOURCES, group_by_group, save_fused, save_plain
+from fused_sources import SOURCES, group_by_group, plain_state, save_fused, save_plain
 from safetensors.torch import load_file, save_file
 from tiny_families import load_ours, random_ids, reference_logits, save_family
 from tiny_models import our_logits, save_tiny, save_tokenizer
@@ -33,7 +33,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def test_c33_every_tensor_is_that_of_the_plain_model(pair: tuple[Any, Path, Path]) -> None:
     _, plain, fused = pair
-    expected = load_file(plain / "model.safetensors")
+    expected = plain_state(plain)
     with open_checkpoint(str(fused)) as checkpoint:
         assert isinstance(checkpoint, UnfusedCheckpoint)
         assert set(checkpoint.tensors) == set(expected)
@@ -100,6 +100,27 @@ def test_baichuan_2_gives_the_logits_of_a_head_of_unit_rows(tmp_path: Path) -> N
     torch.testing.assert_close(load_ours(fused)(ids), reference_logits(model, ids), atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize(
+    ("changes", "theta", "scaling"),
+    [
+        ({"rope_ratio": 500}, 5e6, None),
+        ({"padded_vocab_size": 65024, "rope_ratio": 50, "rope_theta": 5e5}, 5e5, None),
+        (
+            {"padded_vocab_size": 65024, "rope_ratio": 16, "rope_scaling": {"type": "linear", "factor": 16}},
+            1e4,
+            {"type": "linear", "factor": 16},
+        ),
+    ],
+)
+def test_rope_ratio_of_chatglm(tmp_path: Path, changes: dict[str, Any], theta: float, scaling: object) -> None:
+    """GLM-4's is a base; for those of 65,024 tokens, the user says which it is."""
+    save_plain(tmp_path / "plain", "chatglm")
+    fused = save_fused(tmp_path / "fused", "chatglm", tmp_path / "plain", **changes)
+    with open_checkpoint(str(fused)) as checkpoint:
+        assert (checkpoint.config["rope_theta"], checkpoint.config["rope_scaling"]) == (theta, scaling)
+        assert checkpoint.config["max_position_embeddings"] == (4 if scaling else 64)
+
+
 def test_rows_of_zeros_stay_zeros() -> None:
     assert torch.equal(with_unit_rows(torch.tensor([[3.0, 4.0], [0.0, 0.0]])), torch.tensor([[0.6, 0.8], [0.0, 0.0]]))
 
@@ -122,6 +143,14 @@ def test_phi3_with_a_window_is_a_mistral(tmp_path: Path) -> None:
         ("qwen", {"rotary_pct": 0.25}, ["rotary_pct=0.25"]),
         ("qwen", {"intermediate_size": 103}, ["intermediate_size=103"]),
         ("internlm", {"rotary": {"type": "spiral"}}, ["'spiral'"]),
+        ("chatglm", {"position_encoding_2d": True}, ["first ChatGLM"]),
+        ("chatglm", {"rmsnorm": False}, ["rmsnorm=False"]),
+        ("chatglm", {"multi_query_attention": False}, ["multi_query_attention=False"]),
+        (
+            "chatglm",
+            {"padded_vocab_size": 65024, "rope_ratio": 16},
+            ["rope_ratio=16", '"rope_theta": 160000', '"rope_scaling": {"type": "linear", "factor": 16}'],
+        ),
     ],
 )
 def test_models_that_no_plain_family_describes_are_refused(
@@ -143,6 +172,12 @@ def test_models_that_no_plain_family_describes_are_refused(
         ("baichuan", {"hidden_size": 48}, ["W_pack.weight has 108 rows", "implies 144"]),
         ("baichuan", {"hidden_size": 37}, ["hidden_size=37", "num_attention_heads=6"]),
         ("qwen", {"kv_channels": 7}, ["attn.c_attn.", "has 108 rows", "implies 126"]),
+        (
+            "chatglm",
+            {"multi_query_group_num": 1},
+            ["query_key_value.", "has 120 rows", "implies 96", "1 kv heads of 12"],
+        ),
+        ("chatglm", {"ffn_hidden_size": 53}, ["dense_h_to_4h.weight has 104 rows", "implies 106"]),
         ("phi3", {"intermediate_size": 50}, ["gate_up_proj.weight has 104 rows", "implies 100"]),
         ("phi3", {"num_attention_heads": None}, ["lacks num_attention_heads"]),
         ("internlm2", {"hidden_size": "36"}, ["hidden_size", "'36'"]),
@@ -245,6 +280,7 @@ TRAINED = {
     "layouts/internlm": "tiny-llama",
     "layouts/internlm2": "tiny-llama",
     "layouts/qwen1": "tiny-llama",
+    "layouts/chatglm": "tiny-glm",
     "stories260k-phi3": "stories260k-phi3",
 }
 

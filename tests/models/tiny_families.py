@@ -34,6 +34,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"head_dim": 10, "sliding_window": None},
     "qwen2": {},
     "qwen3": {"head_dim": 10},
+    "glm": {"head_dim": 12, "attention_bias": True, "rms_norm_eps": 1e-6},
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 3, "head_dim": 10},
     "qwen2_moe": QWEN_EXPERTS | {"shared_expert_intermediate_size": 44},
     "qwen3_moe": QWEN_EXPERTS | {"head_dim": 10, "norm_topk_prob": True},

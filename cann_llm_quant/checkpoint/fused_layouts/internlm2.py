@@ -13,7 +13,7 @@ def read(fields: FusedConfig) -> Reading:
         num_key_value_heads=kv_heads,
         head_dim=sizes.head_dim,
         rope_theta=fields.number("rope_theta", 10000.0),
-        rope_scaling=fields.section("rope_scaling") or None,
+        rope_scaling=dict(fields.section("rope_scaling")) or None,
         attention_bias=fields.flag("bias", False),
         mlp_bias=False,
     )
