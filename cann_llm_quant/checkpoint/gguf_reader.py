@@ -14,6 +14,7 @@ from typing import Any
 import gguf
 import torch
 from gguf import GGMLQuantizationType as Kind
+from jaxtyping import UInt8
 from torch import Tensor
 
 from cann_llm_quant.checkpoint.base import TensorInfo
@@ -40,7 +41,7 @@ DEQUANTIZED = frozenset(
     {
         *(Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0),
         *(Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K),
-        *(Kind.IQ2_XXS, Kind.IQ2_XS, Kind.IQ2_S, Kind.IQ3_XXS, Kind.IQ3_S, Kind.IQ4_NL, Kind.IQ4_XS),
+        *(Kind.MXFP4, Kind.IQ2_XXS, Kind.IQ2_XS, Kind.IQ2_S, Kind.IQ3_XXS, Kind.IQ3_S, Kind.IQ4_NL, Kind.IQ4_XS),
     }
 )
 _VOCABULARY = tuple(f"tokenizer.ggml.{name}" for name in ("tokens", "scores", "token_type", "merges"))
@@ -74,6 +75,7 @@ class GgufCheckpoint:
         self._path = path
         self._companions = companions
         self._header_length = header.nbytes
+        self._metadata = header.metadata
         self._stored = header.tensors
         self._sources = hugging_face_sources(shapes, names, heads, keys.count("attention.head_count_kv", heads))
         self._tensors = {name: self._info(name, source) for name, source in self._sources.items()}
@@ -100,6 +102,27 @@ class GgufCheckpoint:
         if name not in self._sources:
             raise CheckpointError(f"{self._path} has no tensor {name!r}; it holds {len(self._tensors)} others")
         return self._load(self._sources[name])
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """The file's metadata without its vocabulary."""
+        return self._metadata
+
+    def kind(self, name: str) -> Kind:
+        """The type in which a tensor is stored."""
+        return self._stored[self._sources[name].stored].kind
+
+    def rows(self, name: str) -> UInt8[Tensor, "out bytes"]:
+        """The bytes of a matrix as they are stored, a row a row, rows in the order of Hugging Face."""
+        source = self._sources[name]
+        return self._bytes(source).view(self._shape(source)[0], -1)
+
+    def first_row(self, name: str) -> UInt8[Tensor, "1 bytes"]:
+        """The bytes of the row of a matrix that lies first in the file."""
+        source = self._sources[name]
+        stored = self._stored[source.stored]
+        offset = stored.offset + (source.expert or 0) * (stored.nbytes // stored.shape[0])
+        return read_range(self._path, offset, stored.nbytes // prod(stored.shape[:-1])).view(1, -1)
 
     def companion_files(self) -> dict[str, bytes]:
         """Tokenizer and generation config recovered from the metadata, or whatever files lie in the folder of its own.
@@ -131,33 +154,40 @@ class GgufCheckpoint:
             raise UnsupportedError(
                 f"{self._path}: tensor {source.stored!r} is stored as {stored.kind.name}, not supported"
             )
-        dtype = PLAIN_DTYPES.get(stored.kind, torch.float32)
-        shape = stored.shape if source.expert is None else stored.shape[1:]
+        dtype, shape = PLAIN_DTYPES.get(stored.kind, torch.float32), self._shape(source)
         heads = source.interleaved_heads
         if heads and shape[0] % (2 * heads):
             raise CheckpointError(
                 f"{self._path}: {source.stored!r} has {shape[0]} rows, which do not fit {heads} heads"
             )
-        shape = (1, *shape) if source.as_row else shape
         return TensorInfo(name, dtype, shape, self._path.name, prod(shape) * dtype.itemsize)
 
-    def _load(self, source: Source) -> Tensor:
+    def _shape(self, source: Source) -> tuple[int, ...]:
+        """Of the tensor as it is loaded."""
+        stored = self._stored[source.stored].shape
+        shape = stored if source.expert is None else stored[1:]
+        return (1, *shape) if source.as_row else shape
+
+    def _bytes(self, source: Source) -> UInt8[Tensor, "bytes"]:
+        """What is stored of a tensor, its rows in order."""
         stored = self._stored[source.stored]
-        offset, count, shape = stored.offset, stored.nbytes, stored.shape
+        offset, count = stored.offset, stored.nbytes
         if source.expert is not None:
-            count //= shape[0]
+            count //= stored.shape[0]
             offset += source.expert * count
-            shape = shape[1:]
         data = read_range(self._path, offset, count)
         if source.interleaved_heads:
-            halves = data.view(source.interleaved_heads, shape[0] // source.interleaved_heads // 2, 2, -1)
+            halves = data.view(source.interleaved_heads, stored.shape[0] // source.interleaved_heads // 2, 2, -1)
             data = halves.transpose(1, 2).reshape(-1)
-        if stored.kind in PLAIN_DTYPES:
-            tensor = data.view(PLAIN_DTYPES[stored.kind])
-        else:
-            rows = data.view(prod(shape[:-1]), -1).numpy()
-            tensor = torch.from_numpy(gguf.quants.dequantize(rows, stored.kind))
-        return tensor.reshape((1, *shape) if source.as_row else shape)
+        return data
+
+    def _load(self, source: Source) -> Tensor:
+        kind, shape = self._stored[source.stored].kind, self._shape(source)
+        data = self._bytes(source)
+        if kind in PLAIN_DTYPES:
+            return data.view(PLAIN_DTYPES[kind]).reshape(shape)
+        rows = data.view(prod(shape[:-1]), -1).numpy()
+        return torch.from_numpy(gguf.quants.dequantize(rows, kind)).reshape(shape)
 
 
 def _config_dtype(stored: Mapping[str, StoredTensor]) -> str:

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from cann_llm_quant.checkpoint.gguf_config import token_ids
 from cann_llm_quant.errors import CheckpointError, UnsupportedError
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -27,17 +27,19 @@ _TEKKEN = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_SPLITS = {
+SPLITS = {
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
+    "chatglm-bpe": _LLAMA3,
+    "glm4": _LLAMA3,
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
     "tekken": _TEKKEN,
 }
-_GPT2_WORDS = ("gpt-2", "gpt2", "olmo", "jais", "mpt")
-_GPT2_WORDS_SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
-_WHOLE_WORDS_FIRST = ("llama-bpe", "llama3", "llama-v3", "tekken")  # these also begin with BOS unless told otherwise
+GPT2_WORDS = ("gpt-2", "gpt2", "olmo", "jais", "mpt")
+GPT2_WORDS_SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
+WHOLE_WORDS_FIRST = ("llama-bpe", "llama3", "llama-v3", "tekken")  # these also begin with BOS unless told otherwise
 _NFC = ("qwen2",)
 
 
@@ -123,7 +125,7 @@ def _byte_level(
     last = max((i for i, kind in enumerate(types) if kind != UNUSED), default=-1)
     vocab = {token: i for i, token in enumerate(tokens[: last + 1])}  # what follows only pads the embedding
     merges = _stored_merges(metadata, vocab, where)
-    whole_words = pre in _WHOLE_WORDS_FIRST
+    whole_words = pre in WHOLE_WORDS_FIRST
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=whole_words))
     if pre in _NFC:
         tokenizer.normalizer = normalizers.NFC()
@@ -143,13 +145,13 @@ def _stored_merges(metadata: Mapping[str, Any], vocab: Mapping[str, int], where:
 
 
 def _byte_level_split(pre: Any) -> pre_tokenizers.PreTokenizer | None:
-    if pre in _GPT2_WORDS:
+    if pre in GPT2_WORDS:
         return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    if pre in _GPT2_WORDS_SINGLE_DIGITS:
+    if pre in GPT2_WORDS_SINGLE_DIGITS:
         words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
         return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), words])
-    if pre in _SPLITS:
-        split = pre_tokenizers.Split(Regex(_SPLITS[pre]), behavior="isolated")
+    if pre in SPLITS:
+        split = pre_tokenizers.Split(Regex(SPLITS[pre]), behavior="isolated")
         return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     return None
 

@@ -1,0 +1,198 @@
+"""A quantized model as one GGUF file, `model-<TYPE>.gguf`, with the tokenizer's files beside it.
+
+Codes are stored as they are (`gguf_blocks`), everything else in `float_type`, and one tensor is in memory at a time, of
+experts one expert. `export.json` beside the file says where it comes from, and that `--overwrite` may replace the
+folder.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import torch
+from gguf import GGMLQuantizationType as Kind
+from jaxtyping import Shaped
+from torch import Tensor
+
+from cann_llm_quant import __version__
+from cann_llm_quant.checkpoint.base import Checkpoint
+from cann_llm_quant.checkpoint.companion_tokenizer import tokenizer_of
+from cann_llm_quant.checkpoint.gguf_folder import OutputFolder
+from cann_llm_quant.checkpoint.gguf_writer import GgufWriter, TensorEntry, WrittenFile
+from cann_llm_quant.checkpoint.journal import disk_errors
+from cann_llm_quant.errors import CheckpointError, UnsupportedError
+from cann_llm_quant.export.gguf_blocks import SCHEMES, encode
+from cann_llm_quant.export.gguf_metadata import architecture_metadata, main_kind
+from cann_llm_quant.export.gguf_plan import FLOAT_KINDS, Planned, check, plan_tensors, refusal
+from cann_llm_quant.export.gguf_tokenizer import no_tokenizer, tokenizer_metadata
+from cann_llm_quant.export.layout import PackedModel
+from cann_llm_quant.models.arch_reader import unclaimed
+from cann_llm_quant.quant.scheme import QuantizedTensor
+
+FloatType = Literal["F16", "BF16", "F32"]
+MARKER = "export.json"
+_DTYPES = {kind: dtype for dtype, kind in FLOAT_KINDS.items()}
+
+
+@runtime_checkable
+class PackedSource(Protocol):
+    """What a checkpoint with linears in codes offers beside its float view."""
+
+    def quantized(self, module: str) -> QuantizedTensor | None:
+        """A linear in its stored codes, None when it is stored in float."""
+        ...
+
+
+@dataclass(frozen=True)
+class WrittenGguf:
+    """What was published: the folder, its GGUF file, bytes and number of tensors, what the user should know."""
+
+    path: Path
+    file: Path
+    nbytes: int
+    tensors: int
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class GgufPlan:
+    """A file that can be written: its tensors, its metadata, and warnings."""
+
+    tensors: list[Planned]
+    metadata: dict[str, Any]
+    warnings: list[str]
+
+    @property
+    def entries(self) -> list[TensorEntry]:
+        """The table of tensors."""
+        return [planned.entry for planned in self.tensors]
+
+    @property
+    def file_name(self) -> str:
+        """Name of the file, after the type of most weights."""
+        return f"model-{main_kind(self.entries).name}.gguf"
+
+
+def export_gguf(
+    checkpoint: Checkpoint,
+    model: PackedModel,
+    out: Path,
+    *,
+    float_type: FloatType | None = None,
+    tokenizer: bool = True,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    overwrite: bool = False,
+) -> WrittenGguf:
+    """Write `model`, whose tensors `checkpoint` holds (a `PackedSource` where any are in codes), to the folder `out`.
+
+    `float_type` is that of matrices in float, by default the model's own; `tokenizer` false leaves the vocabulary out.
+    Raises UnsupportedError for what GGUF cannot hold, before any work; UsageError and ResumeError as `OutputFolder`
+    does; CheckpointError for numbers that the file's types cannot hold.
+    """
+    plan = plan_gguf(checkpoint, model, float_type, tokenizer=tokenizer)
+    origin = {"layout": "gguf", "source": checkpoint.fingerprint(), "float_type": float_type, "tokenizer": tokenizer}
+    with OutputFolder.open(out, run=origin, overwrite=overwrite, sources=[checkpoint.path]) as folder:
+        with disk_errors(folder.result):
+            written = _write(plan, checkpoint, folder.result, progress)
+        marker = {"tool": "cann-llm-quant", "tool_version": __version__, "source_name": checkpoint.path.name} | origin
+        files = checkpoint.companion_files() | {MARKER: (json.dumps(marker, indent=2) + "\n").encode("utf-8")}
+        path = folder.publish(files | {"SHA256SUMS": _sums(files, written)})
+    return WrittenGguf(path, path / plan.file_name, written.nbytes, len(plan.tensors), tuple(plan.warnings))
+
+
+def plan_gguf(
+    checkpoint: Checkpoint, model: PackedModel, float_type: FloatType | None = None, *, tokenizer: bool = True
+) -> GgufPlan:
+    """What would be written, without reading a weight. Raises UnsupportedError for what GGUF cannot hold."""
+    _refuse(model)
+    warnings = check(model)
+    left_out = [
+        name for name in unclaimed(model.arch, checkpoint.tensors) if name != f"{model.arch.head_module}.weight"
+    ]
+    if left_out:
+        warnings.append(f"{len(left_out)} tensors that the decoder does not read are left out: {left_out[0]}, ...")
+    planned = plan_tensors(model, FLOAT_KINDS[model.dtype] if float_type is None else Kind[float_type])
+    entries = [each.entry for each in planned]
+    metadata = architecture_metadata(model.arch, entries, checkpoint.path.name)
+    if tokenizer:
+        words, notes = tokenizer_metadata(tokenizer_of(checkpoint), model.arch.vocab_size, _end_ids(checkpoint))
+        metadata |= words
+        warnings += notes
+    else:
+        metadata |= no_tokenizer()
+    return GgufPlan(planned, metadata, warnings)
+
+
+def _refuse(model: PackedModel) -> None:
+    refused = {
+        module: reason
+        for module, scheme in model.schemes.items()
+        if (reason := refusal(module, scheme, model.activations.get(module), model.shapes[module]))
+    }
+    if refused:
+        module, reason = next(iter(refused.items()))
+        more = f" (and {len(refused) - 1} more)" if len(refused) > 1 else ""
+        raise UnsupportedError(
+            f"GGUF cannot hold {len(refused)} linears as they are: {module} {reason}{more}; add --requantize"
+        )
+
+
+def _end_ids(checkpoint: Checkpoint) -> list[int]:
+    """Tokens that end a text, by the generation config where it says so, else by the model's."""
+    content = checkpoint.companion_files().get("generation_config.json")
+    said = json.loads(content).get("eos_token_id") if content is not None else None
+    ends = checkpoint.config.get("eos_token_id") if said is None else said
+    if ends is None:
+        return []
+    return [int(end) for end in ends] if isinstance(ends, list) else [int(ends)]
+
+
+def _write(plan: GgufPlan, checkpoint: Checkpoint, folder: Path, progress: Callable[[int, int], None]) -> WrittenFile:
+    with GgufWriter(folder / plan.file_name, plan.metadata, plan.entries) as writer:
+        for done, planned in enumerate(plan.tensors):
+            writer.append(planned.entry, _rows(planned, checkpoint))
+            progress(done + 1, len(plan.tensors))
+        return writer.finish()
+
+
+def _rows(planned: Planned, checkpoint: Checkpoint) -> Iterator[Shaped[Tensor, "..."]]:
+    """The tensor's data, one source after the other."""
+    kind = planned.entry.kind
+    if planned.value is not None:
+        yield planned.value
+    for source in planned.sources:
+        if kind in SCHEMES:
+            module = source.removesuffix(".weight")
+            weight = checkpoint.quantized(module) if isinstance(checkpoint, PackedSource) else None
+            assert weight is not None, f"{module} is planned in codes"
+            data: Tensor = encode(module, weight)
+        else:
+            data = _cast(source, checkpoint.load(source), _DTYPES[kind])
+        yield _interleaved(data, planned.interleaved_heads).contiguous()
+
+
+def _interleaved(data: Shaped[Tensor, "out *rest"], heads: int | None) -> Shaped[Tensor, "out *rest"]:
+    """Rows (head, half, i) of a matrix or vector put at (head, i, half)."""
+    if heads is None:
+        return data
+    return data.view(heads, 2, len(data) // heads // 2, -1).transpose(1, 2).reshape(data.shape)
+
+
+def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    cast = tensor.to(dtype)
+    if not bool(cast.isfinite().all()):
+        kind = str(dtype).removeprefix("torch.")
+        raise CheckpointError(
+            f"{name} has numbers that {kind} cannot hold; choose another type for floats, such as F32"
+        )
+    return cast
+
+
+def _sums(files: Mapping[str, bytes], written: WrittenFile) -> bytes:
+    """What `sha256sum` would print of the folder's files."""
+    sums = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+    sums[written.path.name] = written.sha256
+    return "".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items())).encode("utf-8")
