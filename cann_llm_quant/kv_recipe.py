@@ -91,6 +91,11 @@ class KvSpec:
         formats = [one for rule in self.rules for one in (rule.pair.k, rule.pair.v)]
         return any(one is not None and one.calibrated for one in formats)
 
+    @property
+    def is_float(self) -> bool:
+        """Whether every layer keeps the type that the model computes in."""
+        return not self.auto and all(rule.pair == KvPair() for rule in self.rules)
+
     def layers(self, num_layers: int) -> tuple[KvPair, ...]:
         """The pair of each layer. Raises UsageError for a rule that names layers the model does not have, and for
         `auto`, which only `quantize` can measure.
@@ -290,6 +295,11 @@ class KvRecipe(BaseModel):
             raise ValueError(f"bits and candidates are of the scheme auto, not of {self.scheme!r}; leave them out")
         if self.spec.auto and self.scale is not None:
             raise ValueError("auto measures scales, so none can be given; leave out scale")
+        if self.spec.is_float and (self.sink_tokens or self.recent_tokens or self.sensitive):
+            raise ValueError(
+                f"{self.scheme!r} keeps every page in float; leave out sink_tokens, recent_tokens and sensitive, or "
+                "name another format"
+            )
         static = self.spec.calibrated
         if not static and (self.scale is not None or self.headroom != 1 or self.percentile != 100):
             raise ValueError(f"scale, headroom and percentile are for stored scales, which {self.scheme!r} has none of")

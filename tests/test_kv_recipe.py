@@ -96,12 +96,20 @@ def test_the_section_of_a_recipe_refuses_what_would_do_nothing() -> None:
         ({"scheme": "int4", "headroom": 1.1}, "are for stored scales"),
         ({"scheme": "fp8", "scale": 1.0, "percentile": 99}, "leaves nothing to headroom"),
         ({"scheme": "int8", "smooth": True}, "for channels of K that share a scale"),
+        ({"scheme": "float", "sink_tokens": 4}, "'float' keeps every page in float; leave out sink_tokens"),
+        ({"scheme": "first 2: float; float", "sensitive": ["numbers"]}, "keeps every page in float"),
         ({"scheme": "int9"}, "field kv_cache.scheme: 'int9' is no KV cache format"),
         ({"page_size": 20}, "kv_cache.page_size"),
         ({"sensitive": ["dates"]}, "kv_cache.sensitive"),
     ):
         with pytest.raises(UsageError, match=words):
             validate_recipe({"kv_cache": document}, "r")
+
+
+def test_tokens_stay_in_float_beside_any_format_that_is_not_it() -> None:
+    for scheme in ("float", "fp16", "first 1: float, int8", "auto"):
+        kept = 0 if scheme == "float" else 4
+        assert KvRecipe(scheme=scheme, sink_tokens=kept).sink_tokens == kept
 
 
 def test_text_is_read_for_stored_scales_alone() -> None:

@@ -37,7 +37,8 @@ class KvChoice:
 def resolve_plan(checkpoint: Checkpoint, choice: KvChoice, num_layers: int) -> KvPlan:
     """The plan of a run.
 
-    Raises UsageError for a scheme whose scales were never stored, CheckpointError where files contradict each other.
+    Raises UsageError for a scheme whose scales were never stored and for tokens to keep in float where everything is,
+    CheckpointError where files contradict each other.
     """
     if choice.scheme is None:
         plan = kv_plan(checkpoint)
@@ -49,6 +50,11 @@ def resolve_plan(checkpoint: Checkpoint, choice: KvChoice, num_layers: int) -> K
         plan = replace(plan, recent_tokens=choice.recent_tokens)
     if choice.sensitive is not None:
         plan = replace(plan, sensitive=sensitive_ids(tokenizer_of(checkpoint), choice.sensitive))
+    if (choice.sink_tokens or choice.recent_tokens or choice.sensitive) and not plan.quantizes:
+        raise UsageError(
+            "the KV cache of this run is float as a whole, so no tokens need to stay so; drop --kv-sink-tokens, "
+            "--kv-recent-tokens and --kv-sensitive, or add --kv-cache with a format such as int8-token"
+        )
     return plan
 
 

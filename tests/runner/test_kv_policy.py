@@ -1,5 +1,6 @@
 """The KV policy of a run: the files', or what is asked for instead; foreign folders whose cache alone is quantized."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,12 +8,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import save_tiny
 
+from cann_llm_quant.checkpoint import open_checkpoint
 from cann_llm_quant.cli.main import main
 from cann_llm_quant.errors import CheckpointError, UsageError
 from cann_llm_quant.kv_recipe import KvRecipe
 from cann_llm_quant.quant.kv import KvScheme
 from cann_llm_quant.runner import LLMEngine
-from cann_llm_quant.runner.kv_policy import KvChoice
+from cann_llm_quant.runner.kv_policy import KvChoice, resolve_plan
 
 PROMPT = [3, 4, 5, 6, 7]
 
@@ -76,3 +78,21 @@ def test_a_scale_that_float32_does_not_hold_is_refused(scale: float) -> None:
 def test_tokens_that_cannot_be_are_refused() -> None:
     with pytest.raises(UsageError, match="recent_tokens -1"):
         KvChoice(recent_tokens=-1)
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        KvChoice(sink_tokens=4),
+        KvChoice("float", recent_tokens=64),
+        KvChoice("first 1: float", sensitive=("numbers",)),
+    ],
+)
+def test_tokens_to_keep_in_a_cache_that_is_float_anyway_are_refused(tmp_path: Path, choice: KvChoice) -> None:
+    model = save_tiny(tmp_path / "float")
+    with open_checkpoint(str(model)) as checkpoint:
+        with pytest.raises(UsageError, match=r"float as a whole.* add --kv-cache"):
+            resolve_plan(checkpoint, choice, 2)
+        assert not resolve_plan(checkpoint, KvChoice("float", 0, 0, ()), 2).quantizes
+        plan = resolve_plan(checkpoint, replace(choice, scheme="last 1: int8-token"), 2)
+    assert (plan.sink_tokens, plan.recent_tokens) == (choice.sink_tokens or 0, choice.recent_tokens or 0)
