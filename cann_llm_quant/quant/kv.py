@@ -28,7 +28,7 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from cann_llm_quant.errors import UsageError
+from cann_llm_quant.errors import NumericError, UsageError
 from cann_llm_quant.quant.number_formats import FLOAT_MAX, INT_BITS, nearest_, to_codes, to_values
 
 KvType = Literal["int8", "int4", "fp8_e4m3", "fp8_e5m2", "fp16", "bf16"]
@@ -247,9 +247,16 @@ def encode(
     """Codes of pages. `scale` (None for a plain scheme) broadcasts over `x`, by group over the groups of its last dim.
 
     int4 codes lie two to a byte, biased by 8: element j in the low half of byte j, element j + dim/2 in the high half.
+    Raises NumericError for NaN and infinity under static scales, where they would come back as some number; dynamic
+    scales are not finite then, nor is what comes back.
     """
     if scale is None:
         return x.to(_PLAIN[scheme.dtype])
+    if not scheme.dynamic and not bool(x.isfinite().all()):
+        raise NumericError(
+            f"keys or values hold NaN or infinity, which {scheme.label()} would store as some number; compute in fp32 "
+            "or bf16, or check the weights with `cann-llm-quant inspect`"
+        )
     # a tensor of its own, also where x is float32 already: rounding works in place
     parts = _grouped(x.to(torch.float32), scheme) / _spread(scale, scheme)
     if zero_point is None:

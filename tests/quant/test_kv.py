@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cann_llm_quant.errors import UsageError
+from cann_llm_quant.errors import NumericError, UsageError
 from cann_llm_quant.quant.kv import KvPlan, KvScales, KvScheme, LayerKv, decode, encode, kv_scale, page_range
 from cann_llm_quant.quant.number_formats import nearest_, to_codes, to_values
 
@@ -164,6 +164,24 @@ def test_plain_formats_are_casts(name: str, kind: torch.dtype) -> None:
     scheme = KvScheme(name)  # type: ignore[arg-type]
     x = normal(HEADS, TOKENS, DIM)
     assert torch.equal(decode(encode(x, scheme), scheme), x.to(kind).float())
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["int8", "int4", "fp8_e4m3", "fp8_e5m2"])
+def test_what_is_not_finite_never_comes_back_as_a_number(name: str, bad: float) -> None:
+    x = normal(HEADS, TOKENS, DIM)
+    x[1, 3, 2] = bad
+    static = KvScheme(name, True, "channel")  # type: ignore[arg-type]
+    with pytest.raises(NumericError, match=r"NaN or infinity, which .* would store as some number"):
+        encode(x, static, torch.full((HEADS, 1, DIM), 0.1))
+    for strategy in ("channel", "token", "head", "tensor"):
+        scheme = KvScheme(name, True, strategy, dynamic=True)  # type: ignore[arg-type]
+        scale, zero = kv_scale(*page_range(x, scheme), scheme)
+        assert not bool(decode(encode(x, scheme, scale, zero), scheme, scale, zero)[1, 3, 2].isfinite())
+    if name.startswith("int"):
+        scheme, ones = KvScheme(name, False, "head"), torch.ones(HEADS, 1, 1)  # type: ignore[arg-type]
+        with pytest.raises(NumericError, match=f"{name}-asym-head"):
+            encode(x, scheme, ones, ones.int())
 
 
 def relative_rms(got: Tensor, x: Tensor) -> float:
