@@ -35,11 +35,12 @@ from cann_llm_quant.cli.terminal import (
     quiet_libraries,
     replace_unencodable,
 )
+from cann_llm_quant.cli.verify import verify
 
 PROGRAM = "cann-llm-quant"
 COMPLETION_VARIABLE = "_CANN_LLM_QUANT_COMPLETE"
 ROOT_OPTIONS = ("--help", "-h", "--version", "--install-completion", "--show-completion")
-COMMANDS = (demo, quantize, perplexity, evaluate, run, serve, inspect, export, sensitivity)
+COMMANDS = (demo, quantize, perplexity, evaluate, run, serve, inspect, export, verify, sensitivity)
 EVERYWHERE = ("--debug", "--json")  # options of every command; they may stand before its name
 
 app = typer.Typer(

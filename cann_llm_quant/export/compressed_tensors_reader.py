@@ -92,7 +92,8 @@ class CompressedTensorsReader:
         inputs = [
             name for suffix in native.INPUT_SUFFIXES if (name := f"{module}.{suffix}") in self._checkpoint.tensors
         ]
-        return StoredLinear(group.scheme, shape, (*names, *inputs), self._dtype(module), group.activations)
+        scattered = f"{module}.weight_g_idx" in names
+        return StoredLinear(group.scheme, shape, (*names, *inputs), self._dtype(module), group.activations, scattered)
 
     def _dtype(self, module: str) -> torch.dtype:
         """That of the scales; of scales in 8 bits, the one that the config gives the model."""

@@ -1,0 +1,146 @@
+"""An output examined as a stranger would: nothing that its writer knew is taken for granted.
+
+The checks go from what is cheap and certain to what is costly, and stop where the next cannot be made any more:
+
+    files     every header, index and name, SHA256SUMS            verify_files.py
+    config    config.json and other descriptions against tensors  verify_config.py
+    numbers   every code, scale and float tensor                  verify_weights.py
+    weights   against the source, where one is given              verify_weights.py
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cann_llm_quant.checkpoint.base import Checkpoint
+from cann_llm_quant.checkpoint.hub import locate
+from cann_llm_quant.export.packed import open_source
+from cann_llm_quant.export.packed_checkpoint import PackedCheckpoint
+from cann_llm_quant.export.verify_config import check_config, check_description, check_documents, check_ignored
+from cann_llm_quant.export.verify_files import check_index, check_shards, check_sums
+from cann_llm_quant.export.verify_findings import Findings, Tick
+from cann_llm_quant.export.verify_onnx import check_onnx, onnx_files
+from cann_llm_quant.export.verify_weights import WeightError, check_numbers, compare_weights
+from cann_llm_quant.models import arch_from_checkpoint
+from cann_llm_quant.models.arch import Arch
+
+
+@dataclass
+class Verification:
+    """What was examined and what was found; `errors` are the matrices' distances from the source.
+
+    `stages` names the checks that were made to their end.
+    """
+
+    path: Path
+    findings: Findings = field(default_factory=Findings)
+    layout: str = "unknown"
+    tensors: int = 0
+    sums: int = 0
+    linears: int = 0
+    schemes: dict[str, int] = field(default_factory=dict)
+    source: str | None = None
+    errors: list[WeightError] = field(default_factory=list)
+    stages: list[str] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        """Whether no fault was found."""
+        return not self.findings.faults
+
+
+def verify(model: str, against: str | None = None, *, tick: Tick = lambda done, total, what: None) -> Verification:
+    """Examine a folder, GGUF file or hub id; `against` is the model that it was made from, float or quantized.
+
+    `tick` is told of progress. Raises InputError's kinds only where `model` or `against` cannot be found or `against`
+    cannot be opened; everything else is a finding.
+    """
+    path = locate(model)
+    result = Verification(path)
+    findings = result.findings
+    if path.is_dir():
+        result.tensors = _examine_files(result, tick)
+    models = onnx_files(path)
+    if models:
+        return _examine_onnx(result, models, against, tick)
+    if findings.faults and not _opens(path):
+        return result
+    with findings.caught(str(path)), open_source(str(path), dtype=torch.float32) as ours:
+        arch = _examine_config(result, ours)
+        result.linears = check_numbers(ours, findings, tick)
+        result.stages.append("numbers")
+        if against is not None and arch is not None:
+            _compare(result, ours, arch, against, tick)
+    tick(1, 1, "")
+    return result
+
+
+def _examine_files(result: Verification, tick: Tick) -> int:
+    path, findings = result.path, result.findings
+    shards = check_shards(path, findings)
+    check_index(path, shards, findings)
+    result.sums = check_sums(path, findings, tick)
+    stored = {name: info for tensors in shards.values() for name, info in tensors.items()}
+    check_description(path, stored, findings)
+    result.stages.append("files")
+    return len(stored)
+
+
+def _examine_onnx(result: Verification, models: list[Path], against: str | None, tick: Tick) -> Verification:
+    result.layout = "onnx"
+    result.tensors = sum(check_onnx(model, result.findings, tick) for model in models)
+    result.stages.append("numbers")
+    if against is not None:
+        result.findings.remark("weights of an ONNX model are not compared with a source")
+    return result
+
+
+def _opens(path: Path) -> bool:
+    """Whether the files can be read in spite of faults, such as a wrong digest."""
+    probe = Findings()
+    with probe.caught(str(path)), open_source(str(path)):
+        pass
+    return not probe.faults
+
+
+def _examine_config(result: Verification, ours: Checkpoint) -> Arch | None:
+    """The architecture map, None where config and tensors contradict each other."""
+    findings, arch = result.findings, None
+    inner = ours.inner if isinstance(ours, PackedCheckpoint) else ours
+    result.tensors = len(inner.tensors)
+    if isinstance(ours, PackedCheckpoint):
+        result.layout = ours.reader.layout
+        result.schemes = dict(Counter(linear.scheme.label() for linear in ours.reader.linears.values()))
+        check_documents(ours, findings)
+    else:
+        result.layout = "float"
+    if (inner.path / "config.json").is_file():
+        check_config(inner, findings)
+    with findings.caught(f"{inner.path}/config.json"):
+        arch = arch_from_checkpoint(ours)
+        check_ignored(inner, arch, findings)
+    result.stages.append("config")
+    return arch
+
+
+def _compare(result: Verification, ours: Checkpoint, arch: Arch, against: str, tick: Tick) -> None:
+    findings = result.findings
+    with open_source(against, dtype=torch.float32) as source:
+        result.source = source.reader.layout if isinstance(source, PackedCheckpoint) else "float"
+        with findings.caught(against):
+            _check_origin(ours, source, findings)
+            result.errors = compare_weights(ours, source, arch, findings, tick)
+            result.stages.append("weights")
+
+
+def _check_origin(ours: Checkpoint, source: Checkpoint, findings: Findings) -> None:
+    """A remark where the output names another source than the given one."""
+    inference: Any = getattr(getattr(ours, "reader", None), "inference", None)
+    if inference is None:
+        return
+    said = inference.provenance
+    if said.source_fingerprint and said.source_fingerprint != source.fingerprint():
+        findings.remark(f"the output says that it was made from {said.source_name}, with another fingerprint")

@@ -1,0 +1,96 @@
+"""What quantization multiplied a layer's weights by before it rounded them, found in the stored weights themselves.
+
+AWQ and SmoothQuant divide a site's producer by a factor s for each channel and multiply the columns of its linears by
+it; balanced K takes powers of two from the rows of k and gives them to q. A comparison with the source has to undo
+both, or it would call every smoothed weight wrong:
+
+    w_out ~ rows * w_source * columns
+
+    producer is a norm      columns s = (offset + gain_source) / (offset + gain_out), exact by how gains are folded
+    producer is a linear    rows of v, up: r_i = <w_out_i, w_i> / <w_i, w_i>, and columns of o, down: 1 / r
+    q, k                    rows r rounded to powers of two
+
+The factor of a row is taken for 1 unless the rows' factors spread wider than rounding noise explains. A scale that was
+damaged in v or up therefore shows in o or down, whose columns then do not fit.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from cann_llm_quant.checkpoint.base import Checkpoint
+from cann_llm_quant.models.arch import Arch, Layer, Producer, Site
+from cann_llm_quant.quant.fold import tie_over_repeats
+
+_NOISE = 3.0  # standard deviations
+_NEAR = 0.1  # relative distance from a power of two
+
+
+@dataclass
+class LayerFolds:
+    """The factors of one layer as its linears are gone through, sites in their order."""
+
+    arch: Arch
+    layer: Layer
+    rows: dict[str, Tensor] = field(default_factory=dict)
+
+    def columns(self, site: Site, ours: Checkpoint, source: Checkpoint) -> Float[Tensor, "in"] | None:
+        """What the columns of a site's linears were multiplied by; None for nothing."""
+        producer = site.producer
+        if producer is None:
+            return None
+        if producer.kind == "norm":
+            return self._norm_factor(producer, ours, source)
+        rows = self.rows.get(producer.role)
+        if rows is None:
+            return None
+        inverse = 1 / rows
+        if producer.repeat == 1:
+            return inverse
+        return inverse[tie_over_repeats(self.arch.num_kv_heads, producer.repeat, self.arch.head_dim)]
+
+    def _norm_factor(self, producer: Producer, ours: Checkpoint, source: Checkpoint) -> Float[Tensor, "in"] | None:
+        name = next(p.name for p in self.layer.parameters if p.role == producer.role)
+        before, after = (self.arch.norm_offset + c.load(name).to(torch.float32) for c in (source, ours))
+        if torch.equal(before, after):
+            return None
+        usable = (before != 0) & (after != 0)
+        return torch.where(usable, before / torch.where(usable, after, 1.0), 1.0)
+
+    def take_rows(
+        self, role: str, out: Float[Tensor, "out in"], expected: Float[Tensor, "out in"]
+    ) -> Float[Tensor, "out"] | None:
+        """What the rows of a linear were multiplied by, kept for its consumers; None for nothing.
+
+        `expected` is the source's weight with its columns' factor.
+        """
+        feeds = any(site.producer is not None and site.producer.role == role for site in self.layer.sites)
+        if not feeds and role not in ("q", "k"):
+            return None
+        rows = row_factors(out, expected)
+        if rows is not None and role in ("q", "k"):
+            rows = _powers_of_two(rows)
+        if rows is not None and feeds:
+            self.rows[role] = rows
+        return rows
+
+
+def row_factors(out: Float[Tensor, "out in"], expected: Float[Tensor, "out in"]) -> Float[Tensor, "out"] | None:
+    """The multiple of each row of `expected` that comes nearest to `out`; None where noise explains them all."""
+    energy = expected.square().sum(1)
+    live = energy > 0
+    factor = torch.where(live, (out * expected).sum(1) / torch.where(live, energy, 1.0), 1.0)
+    factor = torch.where(factor > 0, factor, 1.0)
+    left = (out - factor.unsqueeze(1) * expected).square().sum(1)
+    noise = torch.where(live, left / torch.where(live, energy, 1.0) / expected.shape[1], 0.0)
+    spread = (factor - 1).square().mean().sqrt()
+    return factor if bool(spread > _NOISE * noise.mean().sqrt()) and bool(spread > 1e-6) else None
+
+
+def _powers_of_two(rows: Float[Tensor, "out"]) -> Float[Tensor, "out"] | None:
+    nearest = torch.exp2(rows.log2().round())
+    if bool((nearest == 1).all()) or float(((rows / nearest - 1).abs() > _NEAR).float().mean()) > 0.1:
+        return None
+    return nearest

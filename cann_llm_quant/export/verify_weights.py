@@ -1,0 +1,230 @@
+"""Whether the numbers of an output make sense, and how far its weights lie from those of the model it was made from.
+
+Without a source: every number is finite, codes and zero points lie in their range, shapes are the architecture's. With
+one, of each linear, relative to the root mean square of the source's weight (folded factors undone, verify_folds.py):
+
+    largest = max |w_out - w| / rms(w)      mean = mean |w_out - w| / rms(w)      error = rms(w_out - w) / rms(w)
+
+and, to notice scales that belong elsewhere, the slope <w_out, w> / <w, w> of every group, 1 but for noise. A quantized
+source is compared code by code first. One matrix of each side is in memory at a time.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from cann_llm_quant.checkpoint.base import Checkpoint
+from cann_llm_quant.export.packed_checkpoint import PackedCheckpoint
+from cann_llm_quant.export.verify_findings import Findings, Tick, listed
+from cann_llm_quant.export.verify_folds import LayerFolds
+from cann_llm_quant.models.arch import Arch
+from cann_llm_quant.quant.scheme import QuantizedTensor, Scheme
+
+_SCALE_ROUNDING = 2.0**-9  # of float16 and bfloat16 scales, generously
+_CAST_ROUNDING = 2.0**-7  # of a float weight stored in bfloat16 after a factor was folded in
+_SLOPES = {2: (0.2, 2.5), 3: (0.3, 2.0)}  # by bits; others:
+_USUAL_SLOPES = (0.5, 1.5)
+_FAINT = 0.05  # groups fainter than this share of the matrix's rms say little
+
+
+@dataclass(frozen=True)
+class WeightError:
+    """How far one linear lies from the source's; see the module's formulas. `codes` tells whether they are equal."""
+
+    module: str
+    scheme: str
+    largest: float
+    mean: float
+    error: float
+    codes: bool | None = None
+
+
+def check_numbers(checkpoint: Checkpoint, findings: Findings, tick: Tick) -> int:
+    """Every number of the output, a tensor at a time; the number of quantized linears."""
+    packed = checkpoint if isinstance(checkpoint, PackedCheckpoint) else None
+    names = list(checkpoint.tensors)
+    for number, name in enumerate(names):
+        tick(number, len(names), name)
+        module = name.removesuffix(".weight")
+        with findings.caught(str(checkpoint.path)):
+            weight = packed.quantized(module) if packed is not None and name.endswith(".weight") else None
+            if weight is not None:
+                check_quantized(module, weight, findings)
+                assert packed is not None
+                packed.inputs(module)
+            else:
+                _check_finite(name, checkpoint.load(name), findings)
+    return 0 if packed is None else len(packed.modules)
+
+
+def check_quantized(module: str, weight: QuantizedTensor, findings: Findings) -> None:
+    """Scales, codes and zero points of one linear."""
+    _check_finite(f"{module}: scale", weight.scale, findings)
+    if not weight.scheme.is_integer:
+        return
+    for what, codes in (("codes", weight.codes), ("zero points", weight.zero_point)):
+        if codes is None or not codes.numel():
+            continue
+        low, high = (int(n) for n in codes.aminmax())
+        if low < weight.scheme.qmin or high > weight.scheme.qmax:
+            findings.add(
+                module,
+                f"{what} from {low} to {high} leave the range of {weight.scheme.dtype}",
+                "the file is damaged, or its bits are stated wrongly; write it again",
+            )
+
+
+def _check_finite(where: str, tensor: Tensor, findings: Findings) -> None:
+    values = tensor.to(torch.float32) if tensor.dtype.itemsize < 2 else tensor
+    if tensor.is_floating_point() and not bool(values.isfinite().all()):
+        count = int((~values.isfinite()).sum())
+        findings.add(where, f"{count} numbers are NaN or infinite", "the file is damaged; write it again")
+
+
+def compare_weights(
+    ours: Checkpoint, source: Checkpoint, arch: Arch, findings: Findings, tick: Tick
+) -> list[WeightError]:
+    """Every matrix of the decoder against the source's, in the model's order."""
+    errors: list[WeightError] = []
+    total = sum(len(layer.linears) for layer in arch.layers) + 2
+    for module, out, expected, scheme in _pairs(ours, source, arch, findings):
+        tick(len(errors), total, module)
+        errors.append(_compared(module, out, expected, scheme, _same_codes(module, ours, source), findings))
+    _check_strangers(errors, findings)
+    _compare_others(ours, source, arch, findings)
+    return errors
+
+
+def _pairs(
+    ours: Checkpoint, source: Checkpoint, arch: Arch, findings: Findings
+) -> Iterator[tuple[str, Tensor, Tensor, Scheme | None]]:
+    """Each matrix beside what the source lets us expect, both float32."""
+    linears = ours.reader.linears if isinstance(ours, PackedCheckpoint) else {}
+    outer = [arch.embedding_name.removesuffix(".weight")] + ([] if arch.tied_head else [arch.head_module])
+    for module in outer:
+        with findings.caught(module):
+            out, expected = _load(module, ours), _load(module, source)
+            if _same_shape(module, out, expected, findings):
+                yield module, out, expected, _scheme(linears, module)
+    for layer in arch.layers:
+        folds = LayerFolds(arch, layer)
+        for site in layer.sites:
+            columns = folds.columns(site, ours, source)
+            for role in site.linears:
+                module = layer.linear(role).module
+                with findings.caught(module):
+                    out, expected = _load(module, ours), _load(module, source)
+                    if not _same_shape(module, out, expected, findings):
+                        continue
+                    expected = expected if columns is None else expected * columns
+                    rows = folds.take_rows(role, out, expected)
+                    yield module, out, expected if rows is None else expected * rows[:, None], _scheme(linears, module)
+
+
+def _scheme(linears: Any, module: str) -> Scheme | None:
+    linear = linears.get(module)
+    return None if linear is None or linear.scattered else linear.scheme
+
+
+def _load(module: str, checkpoint: Checkpoint) -> Float[Tensor, "out in"]:
+    return checkpoint.load(f"{module}.weight").to(torch.float32)
+
+
+def _same_shape(module: str, out: Tensor, expected: Tensor, findings: Findings) -> bool:
+    if out.shape != expected.shape:
+        findings.add(
+            module, f"has shape {list(out.shape)}, the source's {list(expected.shape)}", "compare with the right source"
+        )
+    return out.shape == expected.shape
+
+
+def _same_codes(module: str, ours: Checkpoint, source: Checkpoint) -> bool | None:
+    """Whether a linear that both sides store in codes of one type has the same; None where they cannot be compared."""
+    if not isinstance(ours, PackedCheckpoint) or not isinstance(source, PackedCheckpoint):
+        return None
+    mine, theirs = ours.quantized(module), source.quantized(module)
+    if mine is None or theirs is None or mine.scheme.dtype != theirs.scheme.dtype:
+        return None
+    return torch.equal(mine.codes.view(torch.int8), theirs.codes.view(torch.int8))
+
+
+def _compared(
+    module: str,
+    out: Float[Tensor, "out in"],
+    expected: Float[Tensor, "out in"],
+    scheme: Scheme | None,
+    codes: bool | None,
+    findings: Findings,
+) -> WeightError:
+    distance = (out - expected).abs()
+    rms = float(expected.square().mean().sqrt()) or 1.0
+    error = float(distance.square().mean().sqrt()) / rms
+    largest, mean = float(distance.max()) / rms, float(distance.mean()) / rms
+    label = "float" if scheme is None else scheme.label()
+    result = WeightError(module, label, largest, mean, error, codes)
+    if codes is False and scheme is not None:
+        findings.add(module, "codes differ from the source's", "the file is damaged, or was made from another model")
+    elif codes and float(distance.max()) > _SCALE_ROUNDING * float(expected.abs().max()):
+        findings.add(module, "codes are the source's, scales or zero points are not", "write the model again")
+    elif scheme is None and error > _CAST_ROUNDING:
+        findings.add(module, f"is stored in float, but {error:.2g} away from the source", "write the model again")
+    elif scheme is not None and codes is None:
+        _check_slopes(module, out, expected, scheme, rms, findings)
+    return result
+
+
+def _check_slopes(module: str, out: Tensor, expected: Tensor, scheme: Scheme, rms: float, findings: Findings) -> None:
+    """Groups whose weights are a wrong multiple of the source's: their scale belongs to others."""
+    width = scheme.columns_per_scale(out.shape[1])
+    if out.shape[1] % width:
+        width = out.shape[1]
+    mine, theirs = (w.reshape(len(w), -1, width) for w in (out, expected))
+    energy = theirs.square().sum(-1)
+    loud = energy > (_FAINT * rms) ** 2 * width
+    slope = torch.where(loud, (mine * theirs).sum(-1) / torch.where(loud, energy, 1.0), 1.0)
+    low, high = _SLOPES.get(scheme.bits, _USUAL_SLOPES)
+    wrong = (slope < low) | (slope > high)
+    if bool(wrong.any()):
+        row, group = (int(n) for n in wrong.nonzero()[0])
+        findings.add(
+            module,
+            f"{int(wrong.sum())} of {wrong.numel()} groups are no multiple near 1 of the source's (row {row}, group "
+            f"{group}: {float(slope[row, group]):.3g})",
+            "their scales, zero points or codes belong elsewhere; write the model again",
+        )
+
+
+def _check_strangers(errors: list[WeightError], findings: Findings) -> None:
+    """One sentence where nothing fits: then no file is damaged, but two models are compared."""
+    strange = [error.module for error in errors if error.error > 1]
+    if len(strange) > len(errors) // 2:
+        findings.faults[:] = [fault for fault in findings.faults if fault.where not in set(strange)]
+        findings.add(
+            "--against",
+            f"{len(strange)} of {len(errors)} matrices do not resemble the source's: {listed(strange)}",
+            "it is another model, or rotations were folded into the weights; name the model that it was made from",
+        )
+
+
+def _compare_others(ours: Checkpoint, source: Checkpoint, arch: Arch, findings: Findings) -> None:
+    """Tensors that are no matrix of a site: routers must be equal, norms and biases may hold folded factors."""
+    matrices = {f"{layer.linear(r).module}.weight" for layer in arch.layers for s in layer.sites for r in s.linears}
+    matrices |= {arch.embedding_name, f"{arch.head_module}.weight"}
+    changed: list[str] = []
+    for name in arch.tensor_shapes():
+        if name in matrices or name not in source.tensors or name not in ours.tensors:
+            continue
+        out, expected = ours.load(name), source.load(name)
+        if out.shape == expected.shape and torch.equal(out, expected.to(out.dtype)):
+            continue
+        changed.append(name)
+        if out.shape != expected.shape or out.dim() > 1:
+            findings.add(
+                name, "is not the source's tensor", "it is not quantized and must be equal; write the model again"
+            )
+    if changed:
+        findings.remark(f"factors were folded into {len(changed)} norms and biases: {listed(changed)}")
