@@ -185,8 +185,9 @@ class CheckpointWriter:
         """Merge the units into shards, add the companion `files` and SHA256SUMS, check everything and publish OUT.
 
         `metadata` joins the safetensors headers. Names of weight files and of their index begin with `stem`. With
-        `file_per_unit`, units of a large model become files as they are, without being copied. Raises UsageError for a file name that leaves the folder or
-        collides, CheckpointError when a reopened shard is not what was written. Can be repeated after a kill.
+        `file_per_unit`, units of a large model become files as they are, without being copied. Raises UsageError for a
+        file name that leaves the folder or collides, CheckpointError when a reopened shard is not what was written. Can
+        be repeated after a kill.
         """
         with disk_errors(self._partial):
             plan = self._planned(dict(metadata or {}), stem, file_per_unit)

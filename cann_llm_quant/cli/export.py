@@ -1,37 +1,38 @@
-"""`export`: a quantized folder converted into another layout, without quantizing anything again."""
+"""`export`: a quantized model converted into another layout, without quantizing anything again unless asked."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cann_llm_quant.cli import export_flags as flag
 from cann_llm_quant.cli.options import Debug, Json, parse_size
 from cann_llm_quant.cli.progress import Step, show_progress
-from cann_llm_quant.cli.terminal import Reply, printable, size
-from cann_llm_quant.errors import UsageError
+from cann_llm_quant.cli.terminal import Reply, print_facts, printable, size
 
-LAYOUTS = ("float",)
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from cann_llm_quant.export.layouts import Exported
 
 
 def export(
     source: Annotated[
-        str, typer.Argument(metavar="FOLDER", help="A folder that 'quantize' wrote.", show_default=False)
-    ],
-    to: Annotated[
         str,
-        typer.Option(
-            "--to", metavar="LAYOUT", help="float: a plain checkpoint of dequantized weights.", show_default=False
+        typer.Argument(
+            metavar="MODEL", help="A model: folder, GGUF file or hub id, in any layout.", show_default=False
         ),
     ],
+    to: flag.To,
     output: Annotated[
         Path, typer.Option("-o", "--output", metavar="FOLDER", help="Folder to write.", show_default=False)
     ],
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            "--dtype", metavar="DTYPE", help="fp32, bf16 or fp16; fp32 loses nothing. [default: as the source was]"
-        ),
-    ] = None,
+    regroup: flag.Regroup = None,
+    requantize: flag.Requantize = False,
+    dtype: flag.Dtype = None,
+    runtime: flag.Runtime = None,
+    dialect: flag.Dialect = None,
+    tokenizer: flag.Tokenizer = True,
     max_shard_size: Annotated[
         str, typer.Option("--max-shard-size", metavar="SIZE", help="Largest weight file.")
     ] = "5GB",
@@ -39,49 +40,34 @@ def export(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Convert a quantized model into another layout."""
-    if to not in LAYOUTS:
-        raise UsageError(f"layout {to!r} is not available; this version converts to: {', '.join(LAYOUTS)}")
+    """Convert a model into another layout, its codes as they are."""
     shard = parse_size(max_shard_size)
-    from cann_llm_quant.device import resolve_dtype
-    from cann_llm_quant.export.inference_config import load_inference_config
-    from cann_llm_quant.export.to_float import export_to_float
+    from cann_llm_quant.export.layouts import ExportOptions, export_model
 
-    folder = quantized_folder(source)
-    inputs = len(load_inference_config(folder).inputs.linears)
+    options = ExportOptions(
+        regroup=regroup,
+        requantize=requantize,
+        dtype=dtype,
+        runtime=runtime,
+        dialect=dialect,
+        tokenizer=tokenizer,
+        max_shard_bytes=shard,
+        overwrite=overwrite,
+    )
     with show_progress("parts") as progress:
-        written = export_to_float(
-            folder,
-            output,
-            dtype=None if dtype is None else resolve_dtype(dtype),
-            max_shard_bytes=shard,
-            overwrite=overwrite,
-            progress=lambda done, total: progress(Step("export", done, total)),
+        done = export_model(
+            source, output, flag.layout(to), options, progress=lambda n, total: progress(Step("export", n, total))
         )
-    value = {
-        "output": str(written.path),
-        "layout": to,
-        "bytes": written.total_bytes,
-        "tensors": written.tensors,
-        "weight_files": list(written.weight_files),
-        "inputs_left_in_float": inputs,
-    }
-    line = f"wrote {printable(str(written.path))}: {written.tensors} tensors, {size(written.total_bytes)}"
     reply = Reply(json)
-    reply.result(value, lambda console: console.print(line, soft_wrap=True))
-    if inputs:
-        reply.note(
-            f"note: {source} quantizes the inputs of {inputs} linears, which a float checkpoint cannot say; "
-            "measure the packed folder to include their error"
-        )
+    reply.result(done.to_json(), lambda console: print_facts(console, facts(done)))
+    for warning in done.warnings:
+        reply.note(f"note: {warning}")
 
 
-def quantized_folder(source: str) -> Path:
-    """The folder of a model that `quantize` wrote, also by hub id. Raises InputError's kinds for anything else."""
-    from cann_llm_quant.checkpoint.hub import locate
-    from cann_llm_quant.export.native_reader import is_native
-
-    path = locate(source)
-    if not is_native(path):
-        raise UsageError(f"{source} is no folder that 'quantize' wrote; export converts nothing else")
-    return path
+def facts(done: "Exported") -> "Iterator[tuple[str, str]]":
+    """Title and text of each closing line."""
+    yield "wrote", f"{printable(str(done.path))}, {size(done.total_bytes)} of weights"
+    yield "layout", done.layout
+    if done.layout != "float":
+        anew = f", {done.rounded} of them rounded anew" if done.rounded else ", codes as in the source"
+        yield "linears", f"{done.linears} quantized{anew if done.linears else ''}"

@@ -45,11 +45,12 @@ def convert(
     *,
     regroup: int | None = None,
     requantize: bool = False,
+    options: Mapping[str, Any] | None = None,
     max_shard_bytes: int = 5_000_000_000,
     overwrite: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> Converted:
-    """Write `source` in the layout of the encoder that `make` gives for it.
+    """Write `source` in the layout of the encoder that `make` gives for it; `options` say what was asked of it.
 
     Raises UsageError for an `output` that cannot be written or must not be replaced, UnsupportedError for what the
     layout cannot hold (see `fitting`), CheckpointError for a source that is damaged.
@@ -63,7 +64,7 @@ def convert(
         warnings = encoder.check(model)
         run = {
             "export": encoder.layout,
-            "options": options_of(encoder),
+            "options": dict(options or {}),
             "source": checkpoint.fingerprint(),
             "regroup": regroup,
             "requantize": requantize,
@@ -89,8 +90,6 @@ def _write_units(
     for done, (unit, names) in enumerate(parts.items()):
         if unit not in writer.completed:
             tensors = _encoded(checkpoint, names, chosen, encoder)
-            if unit == "outer":
-                tensors |= encoder.cache(model)
             record = {"tensors": {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}}
             writer.write_unit(unit, tensors, record)
         progress(done + 1, len(parts))
@@ -117,11 +116,6 @@ def _dtypes(writer: CheckpointWriter) -> dict[str, torch.dtype]:
     return {
         name: getattr(torch, dtype) for record in writer.completed.values() for name, dtype in record["tensors"].items()
     }
-
-
-def options_of(encoder: Encoder) -> dict[str, Any]:
-    """What was asked of a layout beyond its name, as plain values that identify a run."""
-    return {name: value for name, value in vars(encoder).items() if isinstance(value, str | int | bool | float | None)}
 
 
 def origin(checkpoint: Checkpoint, layout: str) -> Mapping[str, Any]:

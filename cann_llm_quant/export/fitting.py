@@ -11,11 +11,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from cann_llm_quant.errors import UnsupportedError
-from cann_llm_quant.export.layout import Encoder, PackedModel
+from cann_llm_quant.export.layout import Holder, PackedModel
 from cann_llm_quant.quant.regroup import finer, regroup
 from cann_llm_quant.quant.rtn import solve
 from cann_llm_quant.quant.scheme import QuantizedTensor, Scheme
 
+# Layouts that can say which group each column has.
+_KEEP_COLUMN_ORDER = ("gptq", "gptq_v2", "onnx")
 _SIZES = (1024, 512, 256, 128, 64, 32, 16)
 
 
@@ -38,7 +40,7 @@ class Fit:
         return regroup(weight, scheme.group_size)
 
 
-def fit(model: PackedModel, encoder: Encoder, *, size: int | None = None, requantize: bool = False) -> Fit:
+def fit(model: PackedModel, holder: Holder, *, size: int | None = None, requantize: bool = False) -> Fit:
     """How each linear goes into the layout; `size` splits groups that are wider.
 
     Raises UnsupportedError, naming a linear of each refused kind, when some do not fit.
@@ -48,16 +50,16 @@ def fit(model: PackedModel, encoder: Encoder, *, size: int | None = None, requan
     refused: dict[str, list[str]] = {}
     for module, own in model.schemes.items():
         scheme = _split(own, model.shapes[module][1], size)
-        reason = _refusal(model, encoder, module, scheme)
-        nearest = encoder.nearest(scheme, model.shapes[module]) if reason and requantize else None
-        if reason and nearest and _refusal(model, encoder, module, nearest) is None:
+        reason = _refusal(model, holder, module, scheme)
+        nearest = holder.nearest(scheme, model.shapes[module]) if reason and requantize else None
+        if reason and nearest and _refusal(model, holder, module, nearest) is None:
             scheme, reason = nearest, None
             rounded.add(module)
         schemes[module] = scheme
         if reason:
             refused.setdefault(reason, []).append(module)
     if refused:
-        raise UnsupportedError(_message(model, encoder, refused, size))
+        raise UnsupportedError(_message(model, holder, refused, size))
     return Fit(schemes, frozenset(rounded))
 
 
@@ -72,13 +74,14 @@ def _split(scheme: Scheme, columns: int, size: int | None) -> Scheme:
     return finer(scheme, columns, size) or scheme
 
 
-def _refusal(model: PackedModel, encoder: Encoder, module: str, scheme: Scheme) -> str | None:
-    if module in model.scattered and scheme == model.schemes[module] and not getattr(encoder, "scattered", False):
+def _refusal(model: PackedModel, holder: Holder, module: str, scheme: Scheme) -> str | None:
+    scattered = module in model.scattered and scheme == model.schemes[module]
+    if scattered and holder.layout not in _KEEP_COLUMN_ORDER:
         return "has groups of scattered columns (act-order), which only GPTQ's g_idx can say"
-    return encoder.refusal(module, scheme, model.activations.get(module), model.shapes[module])
+    return holder.refusal(module, scheme, model.activations.get(module), model.shapes[module])
 
 
-def _message(model: PackedModel, encoder: Encoder, refused: Mapping[str, list[str]], size: int | None) -> str:
+def _message(model: PackedModel, holder: Holder, refused: Mapping[str, list[str]], size: int | None) -> str:
     """One line: the kinds of refusal, a module of each, and what would make it possible."""
     kinds = [
         f"{modules[0]} ({_label(model, modules[0])}{f', like {len(modules) - 1} others' if len(modules) > 1 else ''}) "
@@ -87,15 +90,15 @@ def _message(model: PackedModel, encoder: Encoder, refused: Mapping[str, list[st
     ]
     every = [module for modules in refused.values() for module in modules]
     helps = []
-    sizes = [n for n in _SIZES if size is None and all(_fits_split(model, encoder, module, n) for module in every)]
+    sizes = [n for n in _SIZES if size is None and all(_fits_split(model, holder, module, n) for module in every)]
     if sizes:
         helps.append(f"--regroup {sizes[0]} splits the groups without a loss")
-    if all(_fits_nearest(model, encoder, module) for module in every):
-        near = encoder.nearest(model.schemes[every[0]], model.shapes[every[0]])
+    if all(_fits_nearest(model, holder, module) for module in every):
+        near = holder.nearest(model.schemes[every[0]], model.shapes[every[0]])
         assert near is not None, "it fits"
         helps.append(f"--requantize rounds them anew, to {near.label()}")
     advice = " or ".join(helps) if helps else "quantize the float model for this layout instead"
-    return f"the source cannot be written as {encoder.layout}: {'; '.join(kinds)}; {advice}"
+    return f"the source cannot be written as {holder.layout}: {'; '.join(kinds)}; {advice}"
 
 
 def _label(model: PackedModel, module: str) -> str:
@@ -104,11 +107,11 @@ def _label(model: PackedModel, module: str) -> str:
     return model.schemes[module].label() + inputs
 
 
-def _fits_split(model: PackedModel, encoder: Encoder, module: str, size: int) -> bool:
+def _fits_split(model: PackedModel, holder: Holder, module: str, size: int) -> bool:
     scheme = _split(model.schemes[module], model.shapes[module][1], size)
-    return _refusal(model, encoder, module, scheme) is None
+    return _refusal(model, holder, module, scheme) is None
 
 
-def _fits_nearest(model: PackedModel, encoder: Encoder, module: str) -> bool:
-    nearest = encoder.nearest(model.schemes[module], model.shapes[module])
-    return nearest is not None and _refusal(model, encoder, module, nearest) is None
+def _fits_nearest(model: PackedModel, holder: Holder, module: str) -> bool:
+    nearest = holder.nearest(model.schemes[module], model.shapes[module])
+    return nearest is not None and _refusal(model, holder, module, nearest) is None

@@ -108,21 +108,12 @@ class PackedModel:
 
 
 @runtime_checkable
-class Encoder(Protocol):
-    """A layout of safetensors that is written.
-
-    `stem` begins the names of the weight files: `<stem>.safetensors`, or `<stem>-00001-of-00002.safetensors` with
-    `<stem>.safetensors.index.json`.
-    """
+class Holder(Protocol):
+    """What a layout can hold."""
 
     @property
     def layout(self) -> str:
         """The layout's name."""
-        ...
-
-    @property
-    def stem(self) -> str:
-        """What the names of weight files begin with."""
         ...
 
     def refusal(
@@ -133,6 +124,20 @@ class Encoder(Protocol):
 
     def nearest(self, scheme: Scheme, shape: tuple[int, int]) -> Scheme | None:
         """The scheme that `--requantize` would round a refused linear to; None where there is none."""
+        ...
+
+
+@runtime_checkable
+class Encoder(Holder, Protocol):
+    """A layout of safetensors that is written.
+
+    `stem` begins the names of the weight files: `<stem>.safetensors`, or `<stem>-00001-of-00002.safetensors` with
+    `<stem>.safetensors.index.json`.
+    """
+
+    @property
+    def stem(self) -> str:
+        """What the names of weight files begin with."""
         ...
 
     def check(self, model: PackedModel) -> list[str]:
@@ -147,10 +152,6 @@ class Encoder(Protocol):
 
     def plain(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """The stored tensors of a tensor that is no part of a quantized linear."""
-        ...
-
-    def cache(self, model: PackedModel) -> dict[str, Tensor]:
-        """Stored tensors that describe the KV cache, by full name; empty where the model or the layout has none."""
         ...
 
     def files(self, model: PackedModel, tensors: Mapping[str, torch.dtype]) -> dict[str, bytes]:

@@ -46,7 +46,6 @@ class NativeEncoder:
 
     layout = "compressed-tensors"
     stem = "model"
-    scattered = False
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._reader = checkpoint.reader if isinstance(checkpoint, PackedCheckpoint) else None
@@ -55,6 +54,7 @@ class NativeEncoder:
         self._source_tensors = len(checkpoint.tensors)
         self._name = checkpoint.path.resolve().name
         self._fingerprint = checkpoint.fingerprint()
+        self._cache: Mapping[str, dict[str, Tensor]] = {}
 
     def refusal(
         self, module: str, scheme: Scheme, activations: ActivationScheme | None, shape: tuple[int, int]
@@ -70,6 +70,11 @@ class NativeEncoder:
 
     def check(self, model: PackedModel) -> list[str]:
         """Nothing about the whole model stands in the way."""
+        if _place(model) == "model":
+            self._cache = {
+                layer.parameters[0].name: model_tensors(layer.linear("k").module.rpartition(".")[0], scales)
+                for layer, scales in zip(model.arch.layers, model.kv.scales, strict=True)
+            }
         return []
 
     def encode(
@@ -84,16 +89,8 @@ class NativeEncoder:
         return tensors if bias is None else tensors | {f"{module}.bias": bias}
 
     def plain(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Unchanged."""
-        return {name: tensor}
-
-    def cache(self, model: PackedModel) -> dict[str, Tensor]:
-        """One scale each of K and V, where that says it all."""
-        if _place(model) != "model":
-            return {}
-        layers = zip(model.arch.layers, model.kv.scales, strict=True)
-        attention = [(layer.linear("k").module.rpartition(".")[0], scales) for layer, scales in layers]
-        return {name: t for module, scales in attention for name, t in model_tensors(module, scales).items()}
+        """Unchanged, and beside a layer's first norm the scales of its keys and values."""
+        return {name: tensor} | self._cache.get(name, {})
 
     def files(self, model: PackedModel, tensors: Mapping[str, torch.dtype]) -> dict[str, bytes]:
         """`config.json`, `inference_config.json` and the scales of a KV cache that need a file of their own."""

@@ -18,18 +18,30 @@ import torch
 
 from cann_llm_quant.checkpoint import open_checkpoint
 from cann_llm_quant.checkpoint.base import Checkpoint
+from cann_llm_quant.checkpoint.files import file_names
 from cann_llm_quant.checkpoint.gguf_reader import GgufCheckpoint
 from cann_llm_quant.checkpoint.hub import locate
 from cann_llm_quant.checkpoint.source_quant import is_quantized_tensor, quantization_method, refuse_quantized
 from cann_llm_quant.errors import UnsupportedError
+from cann_llm_quant.export.ascend_description import FILE_NAME as ASCEND_DESCRIPTION
+from cann_llm_quant.export.ascend_reader import AscendReader
+from cann_llm_quant.export.awq_reader import AwqReader
+from cann_llm_quant.export.compressed_tensors_reader import CompressedTensorsReader
+from cann_llm_quant.export.fp8_reader import Fp8Reader
+from cann_llm_quant.export.gguf_reader import GgufReader
+from cann_llm_quant.export.gptq_reader import GptqReader
 from cann_llm_quant.export.layout import Reader
 from cann_llm_quant.export.native_reader import is_native, open_native
 from cann_llm_quant.export.packed_checkpoint import PackedCheckpoint
-
-Opened = Callable[[Checkpoint], Reader]
+from cann_llm_quant.export.unreadable import refuse_unreadable
 
 # By `quant_method`.
-_READERS: Mapping[str, Opened] = {}
+_READERS: Mapping[str, Callable[[Checkpoint], Reader]] = {
+    "compressed-tensors": CompressedTensorsReader,
+    "fp8": Fp8Reader,
+    "awq": AwqReader,
+    "gptq": GptqReader,
+}
 
 
 def open_source(
@@ -51,12 +63,13 @@ def open_source(
     return open_checkpoint(str(path), allow_pickle=allow_pickle)
 
 
-def open_packed(path: Path, dtype: torch.dtype | None = torch.float32) -> PackedCheckpoint[Any]:
-    """A quantized folder or file on this machine. Raises UnsupportedError for one that is stored in float."""
-    checkpoint = open_source(str(path), dtype=dtype)
+def open_packed(model: str | Path, dtype: torch.dtype | None = torch.float32) -> PackedCheckpoint[Any]:
+    """A quantized folder, GGUF file or hub id. Raises UnsupportedError for one that is stored in float."""
+    checkpoint = open_source(str(model), dtype=dtype)
     if isinstance(checkpoint, PackedCheckpoint):
         return checkpoint
-    raise UnsupportedError(f"{path} is not quantized: none of its linears is stored in codes; name a quantized model")
+    checkpoint.close()
+    raise UnsupportedError(f"{model} is not quantized: none of its linears is stored in codes; name a quantized model")
 
 
 def reader_of(checkpoint: Checkpoint) -> Reader | None:
@@ -65,10 +78,20 @@ def reader_of(checkpoint: Checkpoint) -> Reader | None:
     Raises CheckpointError or UnsupportedError for what its layout cannot mean or we cannot read.
     """
     if isinstance(checkpoint, GgufCheckpoint):
-        return None
+        gguf = GgufReader(checkpoint)
+        return gguf if gguf.linears else None
+    if ASCEND_DESCRIPTION in file_names(checkpoint.path):
+        return AscendReader(checkpoint)
+    refuse_unreadable(checkpoint.path, checkpoint.config, checkpoint.tensors)
     if not any(is_quantized_tensor(info) for info in checkpoint.tensors.values()):
         return None
-    reader = _READERS.get(quantization_method(checkpoint.config) or "")
+    reader = _READERS.get(_method(checkpoint) or "")
     if reader is None:
         refuse_quantized(checkpoint.path, checkpoint.config, checkpoint.tensors.values())
     return reader(checkpoint)
+
+
+def _method(checkpoint: Checkpoint) -> str | None:
+    """What quantized a folder, by its config, or by the file that GPTQ writes beside it."""
+    named = quantization_method(checkpoint.config)
+    return named or ("gptq" if "quantize_config.json" in file_names(checkpoint.path) else None)

@@ -33,12 +33,15 @@ def packed_model(checkpoint: Checkpoint | PackedCheckpoint[Any]) -> PackedModel:
     )
 
 
-def storage_dtype(checkpoint: Checkpoint, arch: Arch) -> torch.dtype:
-    """The type that most tensors of the decoder have (dequantized weights: that of their scales), by bytes."""
+def storage_dtype(checkpoint: Checkpoint, arch: Arch, dtype: torch.dtype | None = None) -> torch.dtype:
+    """The type that most tensors of the decoder have, by bytes, if floating ones are written as `dtype` (None: as is).
+
+    Dequantized weights have the type of their scales.
+    """
     sizes: Counter[torch.dtype] = Counter()
     for name in arch.tensor_shapes():
         info = checkpoint.tensors[name]
-        sizes[info.dtype] += info.nbytes
+        sizes[dtype or info.dtype] += info.nbytes
     return sizes.most_common(1)[0][0]
 
 

@@ -1,12 +1,12 @@
-"""A native directory written back as a plain Hugging Face checkpoint of dequantized weights.
+"""A quantized source written back as a plain Hugging Face checkpoint of dequantized weights.
 
 Any tool can then measure it. `float_export.json` beside the weights says where they come from, and that `--overwrite`
 may replace the folder.
 """
 
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,15 +14,17 @@ from torch import Tensor
 from cann_llm_quant import __version__
 from cann_llm_quant.checkpoint.writer import CheckpointWriter, WrittenCheckpoint, check_output
 from cann_llm_quant.export.model_config import json_bytes, output_config
-from cann_llm_quant.export.native_reader import NativeReader, open_native
+from cann_llm_quant.export.native_reader import NativeReader
+from cann_llm_quant.export.packed import open_packed
 from cann_llm_quant.export.packed_checkpoint import PackedCheckpoint
+from cann_llm_quant.export.packed_model import storage_dtype, units
 from cann_llm_quant.models import arch_from_checkpoint
 
 FILE_NAME = "float_export.json"
 
 
 def export_to_float(
-    source: Path,
+    source: str | Path,
     output: Path,
     *,
     dtype: torch.dtype | None = None,
@@ -33,27 +35,21 @@ def export_to_float(
     """Dequantize every packed linear; `dtype` None keeps the storage type, float32 loses nothing.
 
     One layer is in memory at a time. Raises UsageError for an `output` that cannot be written or must not be replaced,
-    CheckpointError for a source that `quantize` did not write.
+    UnsupportedError for a source that is not quantized, CheckpointError for one that is damaged.
     """
-    check_output(output, overwrite=overwrite, sources=[source])
-    with open_native(source, dtype) as checkpoint:
+    check_output(output, overwrite=overwrite, sources=[Path(source)] if Path(source).exists() else [])
+    with open_packed(str(source), dtype) as checkpoint:
         arch = arch_from_checkpoint(checkpoint)
-        units = {"outer": list(arch.outer_shapes())}
-        units |= {f"layer.{layer.index}": list(layer.tensor_shapes()) for layer in arch.layers}
-        claimed = {name for names in units.values() for name in names}
-        units["extra"] = [name for name in checkpoint.tensors if name not in claimed]
+        parts = units(checkpoint, arch)
         run = {"export": "float", "source": checkpoint.fingerprint(), "dtype": str(dtype)}
         with CheckpointWriter.open(
-            output, run=run, max_shard_bytes=max_shard_bytes, overwrite=overwrite, sources=[source]
+            output, run=run, max_shard_bytes=max_shard_bytes, overwrite=overwrite, sources=[checkpoint.path]
         ) as writer:
-            for done, (unit, names) in enumerate(units.items()):
-                if names and unit not in writer.completed:
+            for done, (unit, names) in enumerate(parts.items()):
+                if unit not in writer.completed:
                     writer.write_unit(unit, {name: _cast(checkpoint.load(name), dtype) for name in names}, {})
-                progress(done + 1, len(units))
-            sizes: Counter[torch.dtype] = Counter()
-            for name in claimed:
-                sizes[dtype or checkpoint.tensors[name].dtype] += checkpoint.tensors[name].nbytes
-            stored = str(sizes.most_common(1)[0][0]).removeprefix("torch.")
+                progress(done + 1, len(parts))
+            stored = str(storage_dtype(checkpoint, arch, dtype)).removeprefix("torch.")
             config = output_config(checkpoint.config, arch, stored, None)
             files = {"config.json": json_bytes(config), FILE_NAME: json_bytes(_origin(checkpoint))}
             return writer.finish(checkpoint.companion_files() | files)
@@ -64,12 +60,11 @@ def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
 
 
-def _origin(checkpoint: PackedCheckpoint[NativeReader]) -> dict[str, str]:
-    provenance = checkpoint.reader.inference.provenance
-    return {
-        "tool": "cann-llm-quant",
-        "tool_version": __version__,
-        "quantized_source_name": provenance.source_name,
-        "quantized_source_fingerprint": provenance.source_fingerprint,
-        "packed_fingerprint": checkpoint.fingerprint(),
-    }
+def _origin(checkpoint: PackedCheckpoint[Any]) -> dict[str, str]:
+    """What is known of the source; of one that this tool quantized, also the float model that it was made from."""
+    known = {"tool": "cann-llm-quant", "tool_version": __version__, "source_layout": checkpoint.reader.layout}
+    if isinstance(checkpoint.reader, NativeReader):
+        provenance = checkpoint.reader.inference.provenance
+        known["quantized_source_name"] = provenance.source_name
+        known["quantized_source_fingerprint"] = provenance.source_fingerprint
+    return known | {"packed_fingerprint": checkpoint.fingerprint()}

@@ -1,0 +1,271 @@
+"""Every layout that is written, by the name that `--to` and `--format` call it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from cann_llm_quant.checkpoint.base import Checkpoint, TensorInfo
+from cann_llm_quant.checkpoint.output_place import check_output
+from cann_llm_quant.device import resolve_dtype
+from cann_llm_quant.errors import UsageError
+from cann_llm_quant.export import gguf_plan
+from cann_llm_quant.export.ascend import AscendEncoder
+from cann_llm_quant.export.ascend_targets import target_named
+from cann_llm_quant.export.awq import AwqEncoder
+from cann_llm_quant.export.convert import Progress, convert
+from cann_llm_quant.export.fitting import Fit, fit, fitted
+from cann_llm_quant.export.gguf_export import FloatType, export_gguf
+from cann_llm_quant.export.gptq import GptqEncoder
+from cann_llm_quant.export.layout import Encoder, Holder
+from cann_llm_quant.export.native_encoder import NativeEncoder
+from cann_llm_quant.export.onnx_export import dialect_of, export_onnx
+from cann_llm_quant.export.packed import open_packed, open_source
+from cann_llm_quant.export.packed_checkpoint import PackedCheckpoint
+from cann_llm_quant.export.packed_model import packed_model
+from cann_llm_quant.export.to_float import export_to_float
+from cann_llm_quant.quant.activations import InputQuantizer
+from cann_llm_quant.quant.scheme import ActivationScheme, QuantizedTensor, Scheme
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """What may be asked of an export beyond its layout; None leaves the layout's default.
+
+    `regroup` splits groups, `requantize` lets linears be rounded anew (see `fitting`). `dtype` is that of float tensors
+    (float, gguf, onnx), `runtime` the one that Ascend files are for, `dialect` that of ONNX operators; without
+    `tokenizer` a GGUF file holds no vocabulary.
+    """
+
+    regroup: int | None = None
+    requantize: bool = False
+    dtype: str | None = None
+    runtime: str | None = None
+    dialect: str | None = None
+    tokenizer: bool = True
+    max_shard_bytes: int = 5_000_000_000
+    overwrite: bool = False
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was published: folder, bytes of weights, linears in codes, how many were rounded anew, and warnings."""
+
+    path: Path
+    layout: str
+    total_bytes: int
+    linears: int
+    rounded: int
+    warnings: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self) | {"path": str(self.path), "warnings": list(self.warnings)}
+
+
+class FittedSource:
+    """A source whose linears come in the schemes that a layout can hold, for exporters with writers of their own."""
+
+    def __init__(self, checkpoint: Checkpoint, chosen: Fit) -> None:
+        self._checkpoint, self._chosen = checkpoint, chosen
+
+    @property
+    def path(self) -> Path:
+        """The source's folder or file."""
+        return self._checkpoint.path
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The source's config without its quantization section."""
+        return self._checkpoint.config
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Float tensors by name."""
+        return self._checkpoint.tensors
+
+    def load(self, name: str) -> Tensor:
+        """One tensor in float."""
+        weight = self.quantized(name.removesuffix(".weight")) if name.endswith(".weight") else None
+        return self._checkpoint.load(name) if weight is None else weight.dequantize(self.tensors[name].dtype)
+
+    def quantized(self, module: str) -> QuantizedTensor | None:
+        """A linear in its codes, None when it is stored in float."""
+        if not isinstance(self._checkpoint, PackedCheckpoint):
+            return None
+        weight = self._checkpoint.quantized(module)
+        return None if weight is None else self._chosen.weight(module, weight)
+
+    def inputs(self, module: str) -> InputQuantizer | None:
+        """How a linear's input is quantized."""
+        return self._checkpoint.inputs(module) if isinstance(self._checkpoint, PackedCheckpoint) else None
+
+    def companion_files(self) -> dict[str, bytes]:
+        """Tokenizer and the like."""
+        return self._checkpoint.companion_files()
+
+    def fingerprint(self) -> str:
+        """The source's, with what is done to its schemes."""
+        return self._checkpoint.fingerprint()
+
+    def close(self) -> None:
+        """Release file handles."""
+        self._checkpoint.close()
+
+    def __enter__(self) -> "FittedSource":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def export_model(
+    source: str | Path,
+    output: Path,
+    layout: str,
+    options: ExportOptions,
+    *,
+    progress: Progress = lambda done, total: None,
+) -> Exported:
+    """Write `source` (folder, GGUF file or hub id) in `layout` to the folder `output`.
+
+    Raises UsageError for options that the layout does not take or an `output` that cannot be written, UnsupportedError
+    for what the layout cannot hold, CheckpointError for a damaged source; all before any work but damaged numbers.
+    """
+    check_options(layout, options)
+    if layout in ("gguf", "onnx"):
+        return _export_file(source, output, layout, options, progress)
+    if layout == "float":
+        return _export_float(source, output, options, progress)
+    make = _ENCODERS[layout]
+    done = convert(
+        source,
+        output,
+        lambda checkpoint: make(checkpoint, options),
+        regroup=options.regroup,
+        requantize=options.requantize,
+        options={"runtime": options.runtime} if layout == "ascend" else None,
+        max_shard_bytes=options.max_shard_bytes,
+        overwrite=options.overwrite,
+        progress=progress,
+    )
+    written = done.written
+    return Exported(written.path, layout, written.total_bytes, done.linears, done.rounded, tuple(done.warnings))
+
+
+def check_options(layout: str, options: ExportOptions) -> None:
+    """Raise UsageError for an unknown layout and for options that it does not take."""
+    if layout not in LAYOUTS:
+        raise UsageError(f"layout {layout!r} is not known; choose from {', '.join(LAYOUTS)}")
+    for option, layouts in _TAKEN_BY.items():
+        if getattr(options, option) not in (None, False) and layout not in layouts:
+            raise UsageError(f"--{option} is for {' and '.join(layouts)}, not for {layout}; leave it out")
+    if options.dialect is not None:
+        dialect_of(options.dialect)
+    if options.runtime is not None:
+        target_named(options.runtime)
+
+
+def _export_float(source: str | Path, output: Path, options: ExportOptions, progress: Progress) -> Exported:
+    with open_packed(str(source)) as checkpoint:
+        inputs = sum(linear.activations is not None for linear in checkpoint.reader.linears.values())
+    written = export_to_float(
+        source,
+        output,
+        dtype=None if options.dtype is None else resolve_dtype(options.dtype),
+        max_shard_bytes=options.max_shard_bytes,
+        overwrite=options.overwrite,
+        progress=progress,
+    )
+    warning = (
+        f"the source quantizes the inputs of {inputs} linears, which a float checkpoint cannot say; measure the packed "
+        "one to include their error"
+    )
+    return Exported(written.path, "float", written.total_bytes, 0, 0, (warning,) if inputs else ())
+
+
+def _export_file(source: str | Path, output: Path, layout: str, options: ExportOptions, progress: Progress) -> Exported:
+    """Layouts with writers of their own."""
+    with open_source(str(source), dtype=None) as checkpoint:
+        check_output(output, overwrite=options.overwrite, sources=[checkpoint.path])
+        model = packed_model(checkpoint)
+        holder: Holder = GgufHolder() if layout == "gguf" else dialect_of(options.dialect or "ort")
+        chosen = fit(model, holder, size=options.regroup, requantize=options.requantize)
+        view, model = FittedSource(checkpoint, chosen), fitted(model, chosen)
+        if layout == "gguf":
+            gguf = export_gguf(
+                view,
+                model,
+                output,
+                float_type=_float_type(options.dtype),
+                progress=progress,
+                overwrite=options.overwrite,
+            )
+            path, size, warnings = gguf.path, gguf.nbytes, gguf.warnings
+        else:
+            onnx = export_onnx(
+                view,
+                model,
+                output,
+                dialect=options.dialect or "ort",
+                dtype=options.dtype,
+                progress=progress,
+                overwrite=options.overwrite,
+            )
+            path, size, warnings = onnx.path, onnx.data_bytes, onnx.warnings
+    return Exported(path, layout, size, len(model.schemes), len(chosen.rounded), tuple(warnings))
+
+
+def _float_type(dtype: str | None) -> FloatType | None:
+    types: Mapping[torch.dtype, FloatType] = {torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32"}
+    return None if dtype is None else types[resolve_dtype(dtype)]
+
+
+class GgufHolder:
+    """What GGUF's blocks hold; implements `layout.Holder`."""
+
+    layout = "gguf"
+
+    def refusal(
+        self, module: str, scheme: Scheme, activations: ActivationScheme | None, shape: tuple[int, int]
+    ) -> str | None:
+        """Why no block type holds this linear; None where one does."""
+        return gguf_plan.refusal(module, scheme, activations, shape)
+
+    def nearest(self, scheme: Scheme, shape: tuple[int, int]) -> Scheme | None:
+        """The scheme of the nearest block type."""
+        return gguf_plan.nearest(scheme, shape)
+
+
+def _gptq(version: Literal[1, 2]) -> Callable[[Checkpoint, ExportOptions], Encoder]:
+    def make(checkpoint: Checkpoint, options: ExportOptions) -> Encoder:
+        scattered = isinstance(checkpoint, PackedCheckpoint) and any(
+            linear.scattered for linear in checkpoint.reader.linears.values()
+        )
+        return GptqEncoder(version, act_order=scattered)
+
+    return make
+
+
+_ENCODERS: Mapping[str, Callable[[Checkpoint, ExportOptions], Encoder]] = {
+    "compressed-tensors": lambda checkpoint, options: NativeEncoder(checkpoint),
+    "ascend": lambda checkpoint, options: AscendEncoder(options.runtime) if options.runtime else AscendEncoder(),
+    "awq": lambda checkpoint, options: AwqEncoder(),
+    "gptq": _gptq(1),
+    "gptq_v2": _gptq(2),
+}
+# Name to what reads it.
+LAYOUTS: Mapping[str, str] = {
+    "compressed-tensors": "transformers, vLLM, SGLang, this tool (also called native)",
+    "ascend": "vllm-ascend, MindIE, SGLang on NPUs (see --runtime)",
+    "awq": "AutoAWQ's GEMM files: transformers, vLLM, SGLang",
+    "gptq": "GPTQ version 1: vLLM, SGLang, transformers",
+    "gptq_v2": "GPTQ version 2: GPTQModel, transformers",
+    "gguf": "llama.cpp and all that is built on it",
+    "onnx": "ONNX Runtime, or CANN's atc (see --dialect)",
+    "float": "a plain checkpoint of dequantized weights",
+}
+_TAKEN_BY = {"dtype": ("float", "gguf", "onnx"), "runtime": ("ascend",), "dialect": ("onnx",)}
