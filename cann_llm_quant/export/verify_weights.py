@@ -28,6 +28,7 @@ _SCALE_ROUNDING = 2.0**-9  # of float16 and bfloat16 scales, generously
 _CAST_ROUNDING = 2.0**-7  # of a float weight stored in bfloat16 after a factor was folded in
 _SLOPES = {2: (0.2, 2.5), 3: (0.3, 2.0)}  # by bits; others:
 _USUAL_SLOPES = (0.5, 1.5)
+_UNLIKE = 0.9  # relative error; that of unrelated numbers is 1 and more
 _FAINT = 0.05  # groups fainter than this share of the matrix's rms say little
 
 
@@ -200,7 +201,7 @@ def _check_slopes(module: str, out: Tensor, expected: Tensor, scheme: Scheme, rm
 
 def _check_strangers(errors: list[WeightError], findings: Findings) -> None:
     """One sentence where nothing fits: then no file is damaged, but two models are compared."""
-    strange = [error.module for error in errors if error.error > 1]
+    strange = [error.module for error in errors if error.error > _UNLIKE]
     if len(strange) > len(errors) // 2:
         findings.faults[:] = [fault for fault in findings.faults if fault.where not in set(strange)]
         findings.add(
