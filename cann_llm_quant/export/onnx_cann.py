@@ -63,7 +63,7 @@ class CannDialect:
     ) -> str | None:
         """Integers in groups that the operator takes, of a size that it takes."""
         if not scheme.is_integer:
-            return f"is {scheme.label()}, and {OPERATOR} multiplies by integers only"
+            return f"is of small floats, and {OPERATOR} takes integer weights only"
         if max(shape) > _LARGEST_SIDE:
             return f"has {max(shape)} rows or columns, and {OPERATOR} takes up to {_LARGEST_SIDE}; keep it in float"
         width = scheme.columns_per_scale(shape[1])

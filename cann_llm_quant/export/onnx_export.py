@@ -96,7 +96,7 @@ def check_linears(model: PackedModel, dialect: Dialect) -> None:
     for module, scheme in model.schemes.items():
         reason = dialect.refusal(module, scheme, model.activations.get(module), model.shapes[module])
         if reason is not None:
-            refused.append(f"{module} {reason}")
+            refused.append(f"{module} ({scheme.label()}) {reason}")
     if refused:
         more = f" (and {len(refused) - 1} more linears)" if len(refused) > 1 else ""
         raise UnsupportedError(f"{refused[0]}{more}: pass --requantize to round what {dialect.name} cannot hold")

@@ -62,7 +62,7 @@ class OrtDialect:
     ) -> str | None:
         """Only integers can be held."""
         if not scheme.is_integer:
-            return f"is {scheme.label()}, and no operator of ONNX Runtime's CPU multiplies by it"
+            return "is of small floats, and ONNX Runtime has operators for integer weights only"
         return None
 
     def nearest(self, scheme: Scheme, shape: tuple[int, int]) -> Scheme | None:

@@ -255,8 +255,8 @@ def test_float16_scales_are_stored_or_refused(tmp_path: Path) -> None:
 def test_refusals_and_what_would_be_rounded_to() -> None:
     shape = (64, 96)
     assert ORT.refusal("m", Scheme("int3", False, "group", 12), None, shape) is None
-    assert "fp8_e4m3" in str(ORT.refusal("m", Scheme("fp8_e4m3", True, "channel", None), None, shape))
+    assert "small floats" in str(ORT.refusal("m", Scheme("fp8_e4m3", True, "channel", None), None, shape))
     assert ORT.nearest(Scheme("fp8_e4m3", True, "channel", None), shape) == Scheme("int8", True, "channel", None)
     mx = Scheme("fp4_e2m1", True, "group", 32, "e8m0")
-    assert "mxfp4" in str(ORT.refusal("m", mx, None, shape))
+    assert "small floats" in str(ORT.refusal("m", mx, None, shape))
     assert ORT.nearest(mx, shape) == Scheme("int4", True, "group", 32)
