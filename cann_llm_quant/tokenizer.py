@@ -48,10 +48,27 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
     except (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        own = _own_code(folder / "tokenizer_config.json")
+        if own is not None:
+            raise CheckpointError(
+                f"{folder} has no tokenizer.json and its other tokenizer files cannot be read without {own}, code of "
+                "the model's own that is never run; put a tokenizer.json made from that tokenizer beside them"
+            ) from error
         raise CheckpointError(
             f"{folder} has no tokenizer.json and its other tokenizer files cannot be read ({_first_line(error)}): "
             "pip install 'cann-llm-quant[sentencepiece]', or convert them to tokenizer.json"
         ) from error
+
+
+def _own_code(config: Path) -> str | None:
+    """The class that a tokenizer_config.json wants run from the model's folder, such as `own.OwnTokenizer`."""
+    if not config.is_file():
+        return None
+    _check_json(config)
+    auto_map = json.loads(config.read_bytes().decode("utf-8-sig")).get("auto_map")
+    named = auto_map.get("AutoTokenizer") if isinstance(auto_map, dict) else None
+    candidates = named if isinstance(named, list) else [named]
+    return next((name for name in candidates if isinstance(name, str)), None)
 
 
 def _load_fast(folder: Path, file: Path) -> PreTrainedTokenizerBase:
