@@ -36,14 +36,13 @@ class _Stored:
 
     linear: StoredLinear
     width: int
-    groups: int
 
 
 class GptqReader:
     """The linears of a GPTQ folder; implements `layout.Reader`.
 
     Raises CheckpointError for shapes and types that contradict each other or the config, UnsupportedError for relatives
-    of the layout (Marlin, planar). No weight is read before `quantized`.
+    of the layout (Marlin, planar). Of the tensors only the small `g_idx` are read before `quantized`.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -77,8 +76,14 @@ class GptqReader:
         size, symmetric = self._config.for_module(module)
         width = self._width(module, size, columns, groups)
         scheme = _scheme(bits, width, columns, symmetric is True, whole_row=groups == 1 and (size or -1) == -1)
-        dtype = checkpoint.tensors[names["scales"]].dtype
-        return _Stored(StoredLinear(scheme, (out, columns), tuple(names.values()), dtype), width, groups)
+        linear = StoredLinear(
+            scheme,
+            shape=(out, columns),
+            tensors=tuple(names.values()),
+            dtype=checkpoint.tensors[names["scales"]].dtype,
+            scattered=index is not None and self._scattered(module, checkpoint.load(index.name), width, groups),
+        )
+        return _Stored(linear, width)
 
     def _width(self, module: str, size: int | None, columns: int, groups: int) -> int:
         """Columns of a group: what the config says where it fits, else what the shapes say."""
@@ -99,7 +104,7 @@ class GptqReader:
         zeros = self._zeros(module, decode_zeros(load["qzeros"], scheme.bits), scheme)
         scale = finite(f"{self._checkpoint.path}: {module}.scales", load["scales"]).t().contiguous()
         codes = decode_codes(load["qweight"], scheme.bits)
-        index = self._scattered(module, load.get("g_idx"), stored)
+        index = load["g_idx"] if stored.linear.scattered else None
         if index is None and scheme.group_size is not None and scheme.group_size != stored.width:
             parts, count = stored.width // scheme.group_size, stored.linear.shape[1] // scheme.group_size
             scale = scale.repeat_interleave(parts, dim=1)[:, :count].contiguous()
@@ -121,24 +126,21 @@ class GptqReader:
             )
         return None
 
-    def _scattered(
-        self, module: str, index: Int32[Tensor, "columns"] | None, stored: _Stored
-    ) -> Int32[Tensor, "columns"] | None:
-        """`g_idx` where its groups are no runs of neighbours."""
-        if index is None or torch.equal(index, neighbours(len(index), stored.width)):
-            return None
+    def _scattered(self, module: str, index: Int32[Tensor, "columns"], width: int, groups: int) -> bool:
+        """Whether `g_idx` names other groups than runs of neighbours."""
+        if torch.equal(index, neighbours(len(index), width)):
+            return False
         low, high = int(index.amin()), int(index.amax())
-        if low < 0 or high >= stored.groups:
+        if low < 0 or high >= groups:
             raise CheckpointError(
-                f"{self._checkpoint.path}: {module}.g_idx names groups {low} to {high} of {stored.groups}; the file is "
-                "damaged"
+                f"{self._checkpoint.path}: {module}.g_idx names groups {low} to {high} of {groups}; the file is damaged"
             )
-        if len(index) % stored.width:
+        if len(index) % width:
             raise UnsupportedError(
-                f"{self._checkpoint.path}: {module} has {len(index)} columns scattered over groups of {stored.width}, "
-                "which do not divide them; such act order is not read"
+                f"{self._checkpoint.path}: {module} has {len(index)} columns scattered over groups of {width}, which "
+                "do not divide them; such act order is not read"
             )
-        return index
+        return True
 
     def inputs(self, module: str) -> InputQuantizer | None:
         """None: inputs stay in float."""

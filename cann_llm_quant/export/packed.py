@@ -31,6 +31,8 @@ from cann_llm_quant.export.fp8_reader import Fp8Reader
 from cann_llm_quant.export.gguf_reader import GgufReader
 from cann_llm_quant.export.gptq_reader import GptqReader
 from cann_llm_quant.export.layout import Reader
+from cann_llm_quant.export.mlx_folder import MlxFolder, is_mlx
+from cann_llm_quant.export.mlx_reader import MlxReader
 from cann_llm_quant.export.native_reader import is_native, open_native
 from cann_llm_quant.export.packed_checkpoint import PackedCheckpoint
 from cann_llm_quant.export.unreadable import refuse_unreadable
@@ -56,6 +58,9 @@ def open_source(
     if is_native(path):
         return open_native(path, dtype)
     inner = open_checkpoint(str(path), allow_pickle=allow_pickle, accept_quantized=True)
+    if is_mlx(inner.config):
+        folder = MlxFolder(inner)
+        return PackedCheckpoint(folder, MlxReader(folder), dtype)
     reader = reader_of(inner)
     if reader is not None:
         return PackedCheckpoint(inner, reader, dtype)
