@@ -26,7 +26,7 @@ from pydantic import (
 from cann_llm_quant.errors import UsageError
 from cann_llm_quant.kv_recipe import KvRecipe
 
-FORMATS = ("native",)
+Format = Literal["native", "ascend", "awq", "gptq", "gptq_v2", "mlx", "gguf", "onnx", "float"]
 DEFAULT_CANDIDATES = ("W4g64", "W3g64", "W4g128", "W4g32", "W5g64", "W6g64", "W8")
 
 
@@ -292,7 +292,7 @@ class Recipe(_Document):
     expand_fusion_groups: bool = True
     calibration: Calibration = Calibration()
     kv_cache: KvRecipe | None = Field(default=None, description="how keys and values are cached; null: in float")
-    formats: Annotated[tuple[Literal["native"], ...], BeforeValidator(_listed), Field(min_length=1)] = ("native",)
+    formats: Annotated[tuple[Format, ...], BeforeValidator(_listed), Field(min_length=1)] = ("native",)
 
     @model_validator(mode="after")
     def _none_is_only_the_cache(self) -> "Recipe":

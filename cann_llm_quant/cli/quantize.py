@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from cann_llm_quant.cli import export_flags as export_flag
 from cann_llm_quant.cli import kv_flags as kv
 from cann_llm_quant.cli import quantize_flags as flag
 from cann_llm_quant.cli.kv_sensitivity_table import choice_line
@@ -23,7 +24,7 @@ from cann_llm_quant.errors import UsageError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from cann_llm_quant.pipeline import QuantizeReport
+    from cann_llm_quant.pipeline import Quantized, QuantizeReport
     from cann_llm_quant.pipeline.expert_counts import ExpertCounts
 
 
@@ -75,6 +76,8 @@ def quantize(
     kv_smooth: kv.KvSmooth = None,
     kv_page_size: kv.KvPageSize = None,
     formats: flag.Formats = None,
+    runtime: export_flag.Runtime = None,
+    dialect: export_flag.Dialect = None,
     overwrite: flag.Overwrite = False,
     max_shard_size: flag.MaxShardSize = "5GB",
     activation_budget: flag.ActivationBudget = "2GiB",
@@ -137,7 +140,8 @@ def quantize(
         return
     source, folder = the_model(model, model_option), the_output(output)
     budget, shard = parse_size(activation_budget), parse_size(max_shard_size)
-    from cann_llm_quant.pipeline import RunOptions, quantize_model
+    from cann_llm_quant.export.layouts import ExportOptions
+    from cann_llm_quant.pipeline import RunOptions, quantize_into
 
     options = RunOptions(
         device=device,
@@ -154,9 +158,10 @@ def quantize(
         sensitivity=sensitivity,
         kv_sensitivity=kv_sensitivity,
     )
+    exports = ExportOptions(runtime=runtime, dialect=dialect, max_shard_bytes=shard, overwrite=overwrite)
     with show_progress("passes") as progress:
-        report = quantize_model(source, folder, resolved, options=options, progress=progress)
-    Reply(json).result(report.to_json(), lambda console: draw(console, report))
+        done = quantize_into(source, folder, resolved, options=options, exports=exports, progress=progress)
+    Reply(json).result(done.to_json(), lambda console: draw(console, done))
 
 
 def refuse_unused(method: str, flags: Mapping[str, object], target_bits: float | None) -> None:
@@ -195,10 +200,15 @@ def the_output(output: Path | None) -> Path:
     return output
 
 
-def draw(console: "Console", report: "QuantizeReport") -> None:
+def draw(console: "Console", done: "Quantized") -> None:
     """The closing lines for people."""
-    console.print(f"wrote {printable(str(report.output))}", style="bold", soft_wrap=True)
-    print_facts(console, facts(report))
+    console.print(f"wrote {printable(str(done.output))}", style="bold", soft_wrap=True)
+    if done.report is None:
+        console.print("  native was complete already, written by an earlier run of this same command")
+    else:
+        print_facts(console, facts(done.report))
+    for export in done.exports:
+        print_facts(console, [(export.layout, f"{size(export.total_bytes)} in {printable(str(export.path))}")])
 
 
 def expert_line(counts: "ExpertCounts") -> str:

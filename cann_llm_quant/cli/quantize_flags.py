@@ -276,7 +276,13 @@ MoeAllExperts = Annotated[
 
 Formats = Annotated[
     list[str] | None,
-    typer.Option("--format", metavar="FORMAT", help="Layout to write. [default: native]", rich_help_panel=RESOURCES),
+    typer.Option(
+        "--format",
+        metavar="LAYOUT",
+        help="Layout to write, repeated for several: native, ascend, awq, gptq, gptq_v2, mlx, gguf, onnx, float. With "
+        "any but native alone, FOLDER holds a folder for each, native among them. [default: native]",
+        rich_help_panel=RESOURCES,
+    ),
 ]
 Overwrite = Annotated[
     bool,

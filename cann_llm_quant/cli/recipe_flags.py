@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from cann_llm_quant.errors import UsageError
 
@@ -59,7 +59,7 @@ def resolve_recipe(file: Path | None, flags: Mapping[str, Any], ignore: Sequence
 
     `ignore` patterns become a last rule, so that they win over the file's rules. Raises UsageError.
     """
-    from cann_llm_quant.recipe import FORMATS, load_recipe, validate_recipe
+    from cann_llm_quant.recipe import Format, load_recipe, validate_recipe
 
     base = load_recipe(file) if file is not None else validate_recipe({}, "the default recipe")
     document = base.model_dump()
@@ -74,9 +74,10 @@ def resolve_recipe(file: Path | None, flags: Mapping[str, Any], ignore: Sequence
     _set_ranges(document["scheme"], flags.get("act_range"), flags.get("act_percentile"))
     if ignore:
         document["rules"] = [*document["rules"], {"match": list(ignore), "scheme": "skip"}]
+    document["formats"] = ["native" if name == "compressed-tensors" else name for name in document["formats"]]
     for name in document["formats"]:
-        if name not in FORMATS:
-            raise UsageError(f"format {name!r} is not available; this version writes: {', '.join(FORMATS)}")
+        if name not in get_args(Format):
+            raise UsageError(f"format {name!r} is not available; this version writes: {', '.join(get_args(Format))}")
     return validate_recipe(document, "the command line")
 
 

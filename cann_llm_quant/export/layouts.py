@@ -20,7 +20,8 @@ from cann_llm_quant.export.convert import Progress, convert
 from cann_llm_quant.export.fitting import Fit, fit, fitted
 from cann_llm_quant.export.gguf_export import FloatType, export_gguf
 from cann_llm_quant.export.gptq import GptqEncoder
-from cann_llm_quant.export.layout import Encoder, Holder
+from cann_llm_quant.export.layout import Encoder, Holder, PackedModel
+from cann_llm_quant.export.mlx import MlxEncoder
 from cann_llm_quant.export.native_encoder import NativeEncoder
 from cann_llm_quant.export.onnx_export import dialect_of, export_onnx
 from cann_llm_quant.export.packed import open_packed, open_source
@@ -156,6 +157,18 @@ def export_model(
     return Exported(written.path, layout, written.total_bytes, done.linears, done.rounded, tuple(done.warnings))
 
 
+def precheck(model: PackedModel, layout: str, options: ExportOptions) -> list[str]:
+    """Warnings about a model that is still to be quantized. Raises UnsupportedError for what the layout cannot hold."""
+    if layout in ("compressed-tensors", "float"):
+        return []
+    if layout in ("gguf", "onnx"):
+        holder = _file_holder(layout, options)
+        model = fitted(model, fit(model, holder, size=options.regroup, requantize=options.requantize))
+        return gguf_plan.check(model) if layout == "gguf" else []
+    encoder = _ENCODERS[layout](None, options)
+    return encoder.check(fitted(model, fit(model, encoder, size=options.regroup, requantize=options.requantize)))
+
+
 def check_options(layout: str, options: ExportOptions) -> None:
     """Raise UsageError for an unknown layout and for options that it does not take."""
     if layout not in LAYOUTS:
@@ -192,7 +205,7 @@ def _export_file(source: str | Path, output: Path, layout: str, options: ExportO
     with open_source(str(source), dtype=None) as checkpoint:
         check_output(output, overwrite=options.overwrite, sources=[checkpoint.path])
         model = packed_model(checkpoint)
-        holder: Holder = GgufHolder() if layout == "gguf" else dialect_of(options.dialect or "ort")
+        holder = _file_holder(layout, options)
         chosen = fit(model, holder, size=options.regroup, requantize=options.requantize)
         view, model = FittedSource(checkpoint, chosen), fitted(model, chosen)
         if layout == "gguf":
@@ -201,6 +214,7 @@ def _export_file(source: str | Path, output: Path, layout: str, options: ExportO
                 model,
                 output,
                 float_type=_float_type(options.dtype),
+                tokenizer=options.tokenizer,
                 progress=progress,
                 overwrite=options.overwrite,
             )
@@ -217,6 +231,10 @@ def _export_file(source: str | Path, output: Path, layout: str, options: ExportO
             )
             path, size, warnings = onnx.path, onnx.data_bytes, onnx.warnings
     return Exported(path, layout, size, len(model.schemes), len(chosen.rounded), tuple(warnings))
+
+
+def _file_holder(layout: str, options: ExportOptions) -> Holder:
+    return GgufHolder() if layout == "gguf" else dialect_of(options.dialect or "ort")
 
 
 def _float_type(dtype: str | None) -> FloatType | None:
@@ -240,8 +258,13 @@ class GgufHolder:
         return gguf_plan.nearest(scheme, shape)
 
 
-def _gptq(version: Literal[1, 2]) -> Callable[[Checkpoint, ExportOptions], Encoder]:
-    def make(checkpoint: Checkpoint, options: ExportOptions) -> Encoder:
+def _native(checkpoint: Checkpoint | None, options: ExportOptions) -> Encoder:
+    assert checkpoint is not None, "native files tell of their source"
+    return NativeEncoder(checkpoint)
+
+
+def _gptq(version: Literal[1, 2]) -> Callable[[Checkpoint | None, ExportOptions], Encoder]:
+    def make(checkpoint: Checkpoint | None, options: ExportOptions) -> Encoder:
         scattered = isinstance(checkpoint, PackedCheckpoint) and any(
             linear.scattered for linear in checkpoint.reader.linears.values()
         )
@@ -250,12 +273,14 @@ def _gptq(version: Literal[1, 2]) -> Callable[[Checkpoint, ExportOptions], Encod
     return make
 
 
-_ENCODERS: Mapping[str, Callable[[Checkpoint, ExportOptions], Encoder]] = {
-    "compressed-tensors": lambda checkpoint, options: NativeEncoder(checkpoint),
+# From a source, or from None before there is one.
+_ENCODERS: Mapping[str, Callable[[Checkpoint | None, ExportOptions], Encoder]] = {
+    "compressed-tensors": _native,
     "ascend": lambda checkpoint, options: AscendEncoder(options.runtime) if options.runtime else AscendEncoder(),
     "awq": lambda checkpoint, options: AwqEncoder(),
     "gptq": _gptq(1),
     "gptq_v2": _gptq(2),
+    "mlx": lambda checkpoint, options: MlxEncoder(),
 }
 # Name to what reads it.
 LAYOUTS: Mapping[str, str] = {
@@ -264,6 +289,7 @@ LAYOUTS: Mapping[str, str] = {
     "awq": "AutoAWQ's GEMM files: transformers, vLLM, SGLang",
     "gptq": "GPTQ version 1: vLLM, SGLang, transformers",
     "gptq_v2": "GPTQ version 2: GPTQModel, transformers",
+    "mlx": "mlx-lm, on Apple's chips",
     "gguf": "llama.cpp and all that is built on it",
     "onnx": "ONNX Runtime, or CANN's atc (see --dialect)",
     "float": "a plain checkpoint of dequantized weights",

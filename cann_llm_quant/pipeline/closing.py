@@ -26,6 +26,7 @@ from cann_llm_quant.export.inference_config import (
 from cann_llm_quant.export.kv_scales import common_scheme, scales_bytes
 from cann_llm_quant.export.kv_section import SCALES_FILE, KvCache
 from cann_llm_quant.export.model_config import json_bytes, output_config
+from cann_llm_quant.export.packed_model import storage_dtype
 from cann_llm_quant.export.quantization_config import quantization_config
 from cann_llm_quant.pipeline.expert_counts import expert_counts
 from cann_llm_quant.pipeline.input_ranges import FEW_TOKENS
@@ -39,7 +40,7 @@ Records = dict[str, dict[str, Any]]
 
 def output_files(job: Job, records: Records) -> dict[str, bytes]:
     """Every file of the output besides weights and index: companions byte for byte, the configs, the recipe."""
-    storage = _storage_dtype(job)
+    storage = storage_dtype(job.source, job.arch)
     scales, section = all_scales(job, records) if job.kv else (), kv_section(job, records)
     config = output_config(job.source.config, job.arch, str(storage).removeprefix("torch."), _quantization_config(job))
     files = {
@@ -63,15 +64,6 @@ def _inputs(job: Job) -> Inputs:
         schemes={label(scheme): InputFormat.of(scheme) for scheme in activations.values()},
         linears={module: label(scheme) for module, scheme in activations.items()},
     )
-
-
-def _storage_dtype(job: Job) -> torch.dtype:
-    """The dtype that most float tensors are stored in, by bytes."""
-    sizes: Counter[torch.dtype] = Counter()
-    for name in job.arch.tensor_shapes():
-        info = job.source.tensors[name]
-        sizes[info.dtype] += info.nbytes
-    return sizes.most_common(1)[0][0]
 
 
 def _inference_config(job: Job, records: Records, kv_cache: KvCache) -> InferenceConfig:

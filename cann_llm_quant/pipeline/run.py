@@ -36,12 +36,19 @@ Tell = Callable[[Event], None]
 
 
 def quantize_model(
-    model: str, output: Path, recipe: Recipe, *, options: RunOptions, progress: Tell = lambda _: None
+    model: str,
+    output: Path,
+    recipe: Recipe,
+    *,
+    options: RunOptions,
+    before: Callable[[Job], None] = lambda _: None,
+    progress: Tell = lambda _: None,
 ) -> QuantizeReport:
     """Quantize `model` (folder, GGUF file or hub id) into the folder `output`.
 
-    Raises InputError's kinds before work starts, NumericError when calibration meets NaN or infinity. Whatever stops
-    it, `OUTPUT.partial/` keeps the whole layers, and the same call goes on from there.
+    `before` sees the resolved run and may refuse it before anything is written. Raises InputError's kinds before work
+    starts, NumericError when calibration meets NaN or infinity. Whatever stops it, `OUTPUT.partial/` keeps the whole
+    layers, and the same call goes on from there.
     """
     started = time.monotonic()
     warnings: list[str] = []
@@ -63,6 +70,7 @@ def quantize_model(
         recipe = resolve_mix(source, _name_of(model), recipe, options, tell)
         recipe, kv_choice = resolve_kv_bits(source, _name_of(model), recipe, options, tell)
         job = prepare(source, _name_of(model), recipe, options, tell)
+        before(job)
         with CheckpointWriter.open(
             output,
             run=job.run_identity(),

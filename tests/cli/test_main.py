@@ -93,7 +93,7 @@ def test_the_published_one_line_form_gives_the_same_recipe(run: Run) -> None:
         (["quantize", "m", "-o", "o", "--bits", "7"], "bits"),
         (["quantize", "m", "-o", "o", "--bits", "four"], "--bits"),
         (["quantize", "m", "-o", "o", "--method", "gptqq"], "gptqq"),
-        (["quantize", "m", "-o", "o", "--format", "onnx"], "this version writes: native"),
+        (["quantize", "m", "-o", "o", "--format", "coreml"], "this version writes: native, ascend, awq"),
         (["quantize", "m", "-o", "o", "--group-size", "0"], "group_size"),
         (["quantize", "m", "-o", "o", "--max-shard-size", "huge"], "'huge' is not a size"),
         (["quantize", "m", "-o", "o", "--recipe", "/no/such/recipe.yaml"], "/no/such/recipe.yaml"),

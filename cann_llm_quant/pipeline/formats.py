@@ -1,0 +1,138 @@
+"""One quantization written in several layouts: natively first, then each other layout from the native files.
+
+With `native` alone OUT is that output. Otherwise OUT holds a folder for each layout, `native` always among them, since
+the others are made from it, and `formats.json`, which says what run it belongs to: a killed run goes on with what is
+missing. What a layout cannot hold is refused before anything is quantized.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cann_llm_quant.checkpoint.journal import sync_folder, write_file
+from cann_llm_quant.checkpoint.output_place import check_output, place_errors, refuse_existing
+from cann_llm_quant.errors import UsageError
+from cann_llm_quant.export.convert import FILE_NAME as EXPORT_FILE
+from cann_llm_quant.export.inference_config import load_inference_config
+from cann_llm_quant.export.layout import PackedModel
+from cann_llm_quant.export.layouts import Exported, ExportOptions, check_options, export_model, precheck
+from cann_llm_quant.export.packed import open_packed
+from cann_llm_quant.export.packed_model import storage_dtype
+from cann_llm_quant.pipeline.prepare import Job
+from cann_llm_quant.pipeline.request import Event, QuantizeReport, RunOptions
+from cann_llm_quant.pipeline.run import quantize_model
+from cann_llm_quant.quant.kv import KvPlan
+from cann_llm_quant.recipe import Recipe
+
+FILE_NAME = "formats.json"
+NATIVE = "native"
+_WEIGHT_SUFFIXES = (".safetensors", ".gguf", ".data")
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """What was written: the native output's report (None when an earlier run had written it) and the exports."""
+
+    output: Path
+    report: QuantizeReport | None
+    exports: tuple[Exported, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values: those of the report, and `exports`."""
+        report = {"output": str(self.output)} if self.report is None else self.report.to_json()
+        return report | {"exports": [export.to_json() for export in self.exports]}
+
+
+def quantize_into(
+    model: str,
+    output: Path,
+    recipe: Recipe,
+    *,
+    options: RunOptions,
+    exports: ExportOptions,
+    progress: Callable[[Event], None] = lambda _: None,
+) -> Quantized:
+    """Quantize `model` into the recipe's layouts at `output`; `exports` is what is asked of those besides native.
+
+    Raises what `quantize_model` and `export_model` raise, for the layouts before work starts.
+    """
+    others: list[str] = [layout for layout in recipe.formats if layout != NATIVE]
+    for layout in others:
+        check_options(layout, exports)
+    if not others:
+        return Quantized(output, quantize_model(model, output, recipe, options=options, progress=progress), ())
+    recipe = recipe.model_copy(update={"formats": (NATIVE,)})
+    native = output / NATIVE
+    _claim(output, model, recipe, options)
+    report: QuantizeReport | None = None
+    if options.overwrite or not native.exists():
+
+        def check(job: Job) -> None:
+            _check_layouts(job, others, exports, progress)
+
+        report = quantize_model(model, native, recipe, options=options, before=check, progress=progress)
+    done = [_export(native, output / layout, layout, exports, progress) for layout in others]
+    return Quantized(output, report, tuple(done))
+
+
+def _claim(output: Path, model: str, recipe: Recipe, options: RunOptions) -> None:
+    """Make OUT this run's. Raises UsageError for one that is another's."""
+    named = Path(model)
+    sources = [named] if named.exists() else []
+    identity = json.dumps({"model": model, "recipe": recipe.model_dump(mode="json")}, indent=2).encode() + b"\n"
+    marker = output / FILE_NAME
+    if marker.is_file():
+        if marker.read_bytes() != identity and not options.overwrite:
+            raise UsageError(f"{output} holds the formats of another run: choose another -o, or pass --overwrite")
+    elif os.path.lexists(output) and not (output.is_dir() and not any(output.iterdir())):
+        refuse_existing(output)
+    else:
+        check_output(output / NATIVE, overwrite=False, sources=sources)
+    with place_errors(output):
+        output.mkdir(parents=True, exist_ok=True)
+        write_file(marker, identity)
+        sync_folder(output)
+
+
+def _check_layouts(job: Job, layouts: list[str], exports: ExportOptions, tell: Callable[[Event], None]) -> None:
+    """Refuse what a layout cannot hold, and tell its warnings, before the first layer."""
+    schemes = job.assignment.schemes
+    shapes = {module: job.source.tensors[f"{module}.weight"].shape for module in schemes}
+    model = PackedModel(
+        arch=job.arch,
+        schemes=schemes,
+        activations=job.assignment.activations,
+        shapes={module: (shape[0], shape[1]) for module, shape in shapes.items()},
+        kv=KvPlan.plain(job.arch.num_layers),
+        dtype=storage_dtype(job.source, job.arch),
+        config=job.source.config,
+        tied={module: readers[0] for readers in job.assignment.tables.values() for module in readers[1:]},
+    )
+    for layout in layouts:
+        for warning in precheck(model, layout, exports):
+            tell(Event("prepare", message=f"{layout}: {warning}", warning=True))
+
+
+def _export(native: Path, output: Path, layout: str, exports: ExportOptions, tell: Callable[[Event], None]) -> Exported:
+    """One layout from the native files, unless an earlier run had finished it."""
+    if not exports.overwrite and _is_made_from(native, output):
+        size = sum(path.stat().st_size for path in output.iterdir() if path.suffix in _WEIGHT_SUFFIXES)
+        linears = len(load_inference_config(native).weights.linears)
+        return Exported(output, layout, size, linears, 0, ())
+
+    def step(done: int, total: int) -> None:
+        tell(Event("write", done, total, layer=layout))
+
+    return export_model(native, output, layout, exports, progress=step)
+
+
+def _is_made_from(native: Path, output: Path) -> bool:
+    path = output / EXPORT_FILE
+    if not path.is_file():
+        return False
+    with open_packed(native) as checkpoint:
+        made_from = json.loads(path.read_bytes().decode("utf-8")).get("source_fingerprint")
+        return bool(made_from == checkpoint.fingerprint())

@@ -1,0 +1,86 @@
+"""One quantization in several layouts: refused before work, resumed by what is missing, the same codes in each."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import save_tiny
+
+from cann_llm_quant.errors import UnsupportedError, UsageError
+from cann_llm_quant.export.layouts import LAYOUTS, ExportOptions
+from cann_llm_quant.export.packed import open_packed
+from cann_llm_quant.pipeline import RunOptions, quantize_into
+from cann_llm_quant.recipe import Format, Recipe, validate_recipe
+
+
+def recipe(*formats: str, **scheme: object) -> Recipe:
+    wanted = {"bits": 4, "group_size": 32, "symmetric": True} | scheme
+    return validate_recipe({"method": "rtn", "scheme": wanted, "formats": list(formats)}, "test")
+
+
+def run(model: Path, out: Path, wanted: Recipe, **options: object):
+    return quantize_into(str(model), out, wanted, options=RunOptions(**options), exports=ExportOptions(**options))
+
+
+def test_the_recipes_formats_are_the_layouts() -> None:
+    assert set(Format.__args__) == (set(LAYOUTS) - {"compressed-tensors"}) | {"native"}
+
+
+def test_several_layouts_hold_the_same_codes(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path / "m", hidden_size=128, intermediate_size=256)
+    done = run(model, tmp_path / "out", recipe("awq", "gptq_v2"))
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["awq", "formats.json", "gptq_v2", "native"]
+    assert [export.layout for export in done.exports] == ["awq", "gptq_v2"]
+    with open_packed(tmp_path / "out" / "native") as native:
+        for layout in ("awq", "gptq_v2"):
+            with open_packed(tmp_path / "out" / layout) as other:
+                assert other.modules == native.modules
+                for module in native.modules:
+                    assert torch.equal(other.quantized(module).codes, native.quantized(module).codes)
+                    assert torch.equal(other.load(f"{module}.weight"), native.load(f"{module}.weight"))
+
+
+def test_a_run_that_was_stopped_between_layouts_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = save_tiny(tmp_path / "m", hidden_size=128, intermediate_size=256)
+    out, wanted = tmp_path / "out", recipe("awq", "gptq")
+    with monkeypatch.context() as patch:
+        patch.setattr("cann_llm_quant.export.gptq.GptqEncoder.files", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run(model, out, wanted)
+    assert not (out / "gptq").exists()
+    before = (out / "awq" / "model.safetensors").stat().st_mtime_ns
+    done = run(model, out, wanted)
+    assert done.report is None
+    assert (out / "awq" / "model.safetensors").stat().st_mtime_ns == before
+    assert (out / "gptq" / "quantize_config.json").is_file()
+    with pytest.raises(UsageError, match="formats of another run"):
+        run(model, out, recipe("awq", "gptq", group_size=64))
+    again = run(model, out, recipe("awq", "gptq", group_size=64), overwrite=True)
+    assert again.report is not None
+    assert json.loads((out / "gptq" / "quantize_config.json").read_text())["group_size"] == 64
+
+
+def test_what_a_layout_cannot_hold_is_refused_before_anything_is_quantized(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path / "m", hidden_size=128, intermediate_size=256)
+    with pytest.raises(UnsupportedError, match="AWQ holds 4 bits"):
+        run(model, tmp_path / "out", recipe("awq", bits=8))
+    assert [path.name for path in (tmp_path / "out").rglob("*")] == ["formats.json"]
+    with pytest.raises(UsageError, match="--dialect is for onnx"):
+        quantize_into(
+            str(model),
+            tmp_path / "other",
+            recipe("awq"),
+            options=RunOptions(),
+            exports=ExportOptions(dialect="cann"),
+        )
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_folder_of_somebody_else_is_not_filled(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path / "m", hidden_size=128, intermediate_size=256)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "letters.txt").write_text("dear", encoding="utf-8")
+    with pytest.raises(UsageError, match="exists already"):
+        run(model, tmp_path / "out", recipe("awq"))
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["letters.txt"]
