@@ -98,7 +98,8 @@ class CacheWalk:
         with tempfile.TemporaryDirectory(prefix="cann-llm-quant-") as scratch:
             budget, folder = work.budget // 2, Path(scratch)
             shape = (self._scaled, work.scaled.shape[1], work.arch.hidden_size)
-            states = HiddenStates(shape, work.dtype, budget=budget, scratch=folder, device=work.device)
+            # under a name of its own: the store's slots are called states
+            states = HiddenStates(shape, work.dtype, budget=budget, scratch=folder, device=work.device, name="scaled")
             store = StateStore(len(work.judged), budget=budget, scratch=folder, device=work.device)
             embedding = work.source.load(work.arch.embedding_name).to(work.device)
             states.start(embedding, work.scaled[: self._scaled].to(work.device))

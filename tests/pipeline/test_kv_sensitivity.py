@@ -227,6 +227,13 @@ def test_progress_ends_where_it_said_it_would_and_repeats(model: Path, text: Pat
     assert measure(model, request(text, ("int4", "int8"))) == first
 
 
+def test_states_that_go_to_files_change_nothing(model: Path, text: Path) -> None:
+    asked = request(text, ("int8-channel", "int4"))
+    with open_checkpoint(str(model)) as source:
+        spooled = measure_kv_sensitivity(source, "tiny", asked, RunOptions(activation_budget=0))
+    assert spooled == measure(model, asked)
+
+
 def with_outlier_values(model: Path, layer: int) -> Path:
     """One channel of V far larger than the others in one layer, which a scale for all of a token cannot hold; the
     output projection does not read it much.
