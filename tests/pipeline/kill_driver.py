@@ -2,8 +2,8 @@
 
     python kill_driver.py MODEL OUT TEXT METHOD EFFORT BUDGET EVENT [EVENT ...]
 
-Prints one JSON object: how each child ended, and how many layers the last run took from the journal (null: the last
-child had ended the work).
+METHOD may also be a JSON object, of fields of the recipe. Prints one JSON object: how each child ended, and how many
+layers the last run took from the journal (null: the last child had ended the work).
 """
 
 import json
@@ -22,8 +22,9 @@ def main() -> None:
     model, out, text, method, effort, budget, *points = sys.argv[1:]
     torch.set_num_threads(1)
     calibration = Calibration(data=(text,), samples=6, length=32)
-    tuning_steps = 4 if effort == "best" else 0
-    recipe = Recipe(method=method, effort=effort, tuning_steps=tuning_steps, calibration=calibration)  # type: ignore[arg-type]
+    fields = json.loads(method) if method.startswith("{") else {"method": method}
+    fields |= {"effort": effort, "tuning_steps": 4 if effort == "best" else 0, "calibration": calibration}
+    recipe = Recipe.model_validate(fields)
     options = RunOptions(activation_budget=int(budget))
     endings = []
     for point in points:

@@ -62,6 +62,36 @@ def test_feedback_killed_ends_bit_identical(tmp_path: Path, budget: int, method:
     assert not (tmp_path / "killed.partial").exists()
 
 
+@pytest.mark.parametrize(
+    ("budget", "method", "scheme", "points", "resumed"),
+    [
+        # smoothing and measuring take 14 events a layer: killed in layer 1, then in 2, then in 3
+        (SPOOLED, "none", {"scheme": "int8-head", "smooth": True}, [12, 26, 19], 2),
+        (IN_MEMORY, "gptq", {"scheme": "k=int8-channel v=int8-asym-head"}, [60, 58], 2),
+        # the choice takes 132 events and 8 a layer: killed while it is measured as a whole, then in layer 2
+        (
+            SPOOLED,
+            "none",
+            {"scheme": "auto", "candidates": ["int4-token", "int8-channel", "fp16"], "page_size": 16},
+            [90, 145],
+            1,
+        ),
+    ],
+)
+def test_killed_runs_of_the_kv_cache_end_bit_identical(
+    tmp_path: Path, budget: int, method: str, scheme: dict[str, object], points: list[int], resumed: int
+) -> None:
+    model, text = save_tiny(tmp_path / "model", num_hidden_layers=3), save_text(tmp_path / "text.txt")
+    recipe = json.dumps({"method": method, "kv_cache": scheme})
+    drive(model, tmp_path / "whole", text, IN_MEMORY, [], recipe)
+    killed = drive(model, tmp_path / "killed", text, budget, points, recipe)
+    assert killed == {"endings": [-9] * len(points), "resumed": resumed}
+    whole = contents(tmp_path / "whole")
+    assert {"kv_cache/scales.safetensors", "inference_config.json"} <= whole.keys()
+    assert contents(tmp_path / "killed") == whole
+    assert not (tmp_path / "killed.partial").exists()
+
+
 def test_late_kill_resumes_after_the_whole_layers(tmp_path: Path) -> None:
     model, text = save_tiny(tmp_path / "model", num_hidden_layers=3), save_text(tmp_path / "text.txt")
     result = drive(model, tmp_path / "out", text, SPOOLED, [35])
