@@ -67,7 +67,7 @@ def refuse_quantized(path: Path, config: Mapping[str, Any], tensors: Iterable[Te
     evidence = next(info for info in tensors if is_quantized_tensor(info))
     raise UnsupportedError(
         f"{path} is already quantized ({_method(_claimed(config))}: tensor {evidence.name!r} is stored as "
-        f"{_short(evidence.dtype)}); give the float model it was made from"
+        f"{_short(evidence.dtype)}); give the float model it was made from, or add --dequantize to read it in float"
     )
 
 

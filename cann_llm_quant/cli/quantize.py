@@ -86,6 +86,7 @@ def quantize(
     revision: Revision = None,
     allow_pickle: AllowPickle = False,
     ignore_source_quant: flag.IgnoreSourceQuant = False,
+    dequantize: flag.Dequantize = False,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -151,6 +152,7 @@ def quantize(
         revision=revision,
         allow_pickle=allow_pickle,
         ignore_source_quant=ignore_source_quant,
+        dequantize=dequantize,
         allow_empty_pattern=allow_empty_pattern,
         allow_fewer_samples=allow_fewer_samples,
         overwrite=overwrite,

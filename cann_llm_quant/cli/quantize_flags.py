@@ -314,6 +314,14 @@ Dtype = Annotated[
         rich_help_panel=RESOURCES,
     ),
 ]
+Dequantize = Annotated[
+    bool,
+    typer.Option(
+        "--dequantize",
+        help="Read a source that is quantized already (FP8, GPTQ, AWQ, ...) as the float model that its codes mean.",
+        rich_help_panel=MODEL_SECTION,
+    ),
+]
 IgnoreSourceQuant = Annotated[
     bool,
     typer.Option(

@@ -27,6 +27,7 @@ class RunOptions:
     revision: str | None = None
     allow_pickle: bool = False
     ignore_source_quant: bool = False
+    dequantize: bool = False
     allow_empty_pattern: bool = False
     allow_fewer_samples: bool = False
     overwrite: bool = False

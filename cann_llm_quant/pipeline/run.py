@@ -15,7 +15,9 @@ from typing import Any
 import torch
 
 from cann_llm_quant.checkpoint import open_checkpoint
+from cann_llm_quant.checkpoint.base import Checkpoint
 from cann_llm_quant.checkpoint.writer import CheckpointWriter, check_output
+from cann_llm_quant.export.packed import open_source
 from cann_llm_quant.models.arch import Layer
 from cann_llm_quant.pipeline.closing import output_files, summarize
 from cann_llm_quant.pipeline.embedding import write_embedding
@@ -60,12 +62,7 @@ def quantize_model(
 
     named = Path(model)
     check_output(output, overwrite=options.overwrite, sources=[named] if named.exists() else [])
-    with open_checkpoint(
-        model,
-        revision=options.revision,
-        allow_pickle=options.allow_pickle,
-        ignore_source_quant=options.ignore_source_quant,
-    ) as opened:
+    with _open(model, options) as opened:
         source = rotated_source(opened, recipe, tell)
         recipe = resolve_mix(source, _name_of(model), recipe, options, tell)
         recipe, kv_choice = resolve_kv_bits(source, _name_of(model), recipe, options, tell)
@@ -92,6 +89,18 @@ def quantize_model(
     report = replace(report, kv_choice=kv_choice)
     tell(Event("done"))
     return report
+
+
+def _open(model: str, options: RunOptions) -> Checkpoint:
+    """The source in float: stored so, or dequantized on load where that is wanted."""
+    if options.dequantize:
+        return open_source(model, revision=options.revision, allow_pickle=options.allow_pickle, dtype=None)
+    return open_checkpoint(
+        model,
+        revision=options.revision,
+        allow_pickle=options.allow_pickle,
+        ignore_source_quant=options.ignore_source_quant,
+    )
 
 
 def _name_of(model: str) -> str:
