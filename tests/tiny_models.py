@@ -7,6 +7,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    GlmConfig,
     LlamaConfig,
     MixtralConfig,
     PreTrainedTokenizerFast,
@@ -25,6 +26,7 @@ CONFIGS = {
     "llama": LlamaConfig,
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
+    "glm": GlmConfig,
     "qwen2_moe": Qwen2MoeConfig,
     "qwen3_moe": Qwen3MoeConfig,
     "mixtral": MixtralConfig,
@@ -46,6 +48,8 @@ MIXTURES: dict[str, dict[str, int]] = {
     "qwen2_moe": FEW_EXPERTS | {"shared_expert_intermediate_size": 64},
     "qwen3_moe": FEW_EXPERTS | {"head_dim": 16},
 }
+# A head's size and the token of padding are a large model's where GLM's config is silent.
+SMALL: dict[str, dict[str, int | None]] = {"glm": {"head_dim": 16, "pad_token_id": None}}
 
 
 def save_tiny(
@@ -53,7 +57,9 @@ def save_tiny(
 ) -> Path:
     """A random model of `family` whose channels differ in size, so that methods differ; returns the folder."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(CONFIGS[family](**(SIZES | MIXTURES.get(family, {}) | config)))
+    model = AutoModelForCausalLM.from_config(
+        CONFIGS[family](**(SIZES | MIXTURES.get(family, {}) | SMALL.get(family, {}) | config))
+    )
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -71,11 +71,15 @@ class Masks:
 
 @dataclass(frozen=True)
 class Turn:
-    """Cosines and sines of the positions, [batch, 1, sequence, half], for the first `dim` channels of a head."""
+    """Cosines and sines of the positions, [batch, 1, sequence, half], for the first `dim` channels of a head.
+
+    `order` is that of a head's channels in which the two halves turn, None where they lie so.
+    """
 
     cos: str
     sin: str
     dim: int
+    order: str | None = None
 
 
 def turn(graph: Graph, arch: Arch, dtype: torch.dtype) -> Turn:
@@ -91,7 +95,12 @@ def turn(graph: Graph, arch: Arch, dtype: torch.dtype) -> Turn:
         wave = graph.op(kind, angles)
         wave = wave if factor == 1.0 else graph.op("Mul", wave, graph.scalar(factor, WIDE))
         pair.append(graph.op("Unsqueeze", graph.cast(wave, dtype), graph.integers(1)))
-    return Turn(pair[0], pair[1], rotary_dim(arch.rope, arch.head_dim))
+    dim = rotary_dim(arch.rope, arch.head_dim)
+    if not arch.rope.interleaved:
+        return Turn(pair[0], pair[1], dim)
+    channels = torch.arange(arch.head_dim)
+    order = torch.cat((channels[0:dim:2], channels[1:dim:2], channels[dim:]))
+    return Turn(pair[0], pair[1], dim, graph.constant("rope.order", order))
 
 
 def _stretched(graph: Graph, rope: Rope, dim: int, positions: str, speeds: str) -> str:
@@ -108,6 +117,8 @@ def _stretched(graph: Graph, rope: Rope, dim: int, positions: str, speeds: str) 
 
 def rotate(graph: Graph, x: str, turn: Turn, head_dim: int) -> str:
     """Turn the first channels of every head of `x` [batch, heads, sequence, head_dim]; the rest passes through."""
+    if turn.order is not None:
+        x = graph.op("Gather", x, turn.order, axis=3)
     half, rest = turn.dim // 2, head_dim - turn.dim
     first, second, *still = graph.split(x, half, half, *([rest] if rest else []))
     left = graph.op("Sub", graph.op("Mul", first, turn.cos), graph.op("Mul", second, turn.sin))
