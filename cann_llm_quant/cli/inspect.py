@@ -88,7 +88,7 @@ def describe(checkpoint: "Checkpoint", damaged: Mapping[str, Damage] | None) -> 
     report: dict[str, Any] = {
         "path": str(checkpoint.path),
         "architecture": architecture(checkpoint),
-        "quantization": quantization(checkpoint.config),
+        "quantization": quantization(checkpoint),
         "kv_cache": cache_report(checkpoint),
         "tensors": len(infos),
         "bytes": sum(info.nbytes for info in infos),
@@ -119,26 +119,24 @@ def architecture(checkpoint: "Checkpoint") -> dict[str, Any]:
     return {"model_type": config.get("model_type"), **known}
 
 
-def quantization(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """How the config says the weights are quantized: method, layout, each weight format; None for float."""
-    section = config.get("quantization_config")
-    if not isinstance(section, Mapping):
+def quantization(checkpoint: "Checkpoint") -> dict[str, Any] | None:
+    """How the weights are quantized: layout, and linears by scheme of weights and inputs; None for float.
+
+    Of a layout that this version cannot read, the reason.
+    """
+    from cann_llm_quant.errors import InputError
+    from cann_llm_quant.export.packed import reader_of
+    from cann_llm_quant.quant.activations import label
+
+    try:
+        reader = reader_of(checkpoint)
+    except InputError as error:
+        return {"layout": None, "problem": str(error)}
+    if reader is None:
         return None
-    groups = section.get("config_groups")
-    groups = [group for group in groups.values() if isinstance(group, Mapping)] if isinstance(groups, Mapping) else []
-    keys = ("num_bits", "type", "symmetric", "strategy", "group_size")
-    both = [(group.get("weights"), group.get("input_activations")) for group in groups]
-    return {
-        "method": section.get("quant_method"),
-        "layout": section.get("format"),
-        "weights": [
-            {key: scheme.get(key) for key in keys}
-            | {"inputs": {key: inputs.get(key) for key in (*keys, "dynamic")} if isinstance(inputs, Mapping) else None}
-            for scheme, inputs in both
-            if isinstance(scheme, Mapping)
-        ],
-        "ignored": len(section.get("ignore") or ()),
-    }
+    schemes = Counter(linear.scheme.label() for linear in reader.linears.values())
+    inputs = Counter(label(linear.activations) for linear in reader.linears.values() if linear.activations)
+    return {"layout": reader.layout, "schemes": dict(schemes), "inputs": dict(inputs), "tied": dict(reader.tied)}
 
 
 def bytes_by_dtype(infos: "Iterable[TensorInfo]") -> dict[str, int]:
@@ -224,20 +222,11 @@ def quantization_line(section: Mapping[str, Any] | None) -> str:
     """The quantization on one line."""
     if section is None:
         return "none"
-    formats = [
-        number_format(w) + ("" if w["inputs"] is None else f", inputs {number_format(w['inputs'])}")
-        for w in section["weights"]
-    ]
-    layout = " ".join(str(section[key]) for key in ("method", "layout") if section[key])
-    return "; ".join([layout, *formats, f"{section['ignored']} left in float"])
-
-
-def number_format(scheme: Mapping[str, Any]) -> str:
-    """A weight or input scheme in words, such as `int4 symmetric per group of 128`."""
-    symmetry = "symmetric" if scheme["symmetric"] else "asymmetric"
-    size = f" of {scheme['group_size']}" if scheme["group_size"] else ""
-    static = ", stored range" if scheme.get("dynamic") is False else ""
-    return f"{scheme['type']}{scheme['num_bits']} {symmetry} per {scheme['strategy']}{size}{static}"
+    if section["layout"] is None:
+        return str(section["problem"])
+    parts = [f"{scheme} for {count} linears" for scheme, count in section["schemes"].items()]
+    parts += [f"{inputs} inputs for {count}" for inputs, count in section["inputs"].items()]
+    return f"{section['layout']}: {', '.join(parts)}"
 
 
 def tensor_rows(infos: "Iterable[TensorInfo]", *, every: bool) -> Iterable[tuple[str, int, str, tuple[int, ...], int]]:

@@ -30,10 +30,11 @@ from cann_llm_quant.export.compressed_tensors_reader import CompressedTensorsRea
 from cann_llm_quant.export.fp8_reader import Fp8Reader
 from cann_llm_quant.export.gguf_reader import GgufReader
 from cann_llm_quant.export.gptq_reader import GptqReader
+from cann_llm_quant.export.inference_config import load_inference_config
 from cann_llm_quant.export.layout import Reader
 from cann_llm_quant.export.mlx_folder import MlxFolder, is_mlx
 from cann_llm_quant.export.mlx_reader import MlxReader
-from cann_llm_quant.export.native_reader import is_native, open_native
+from cann_llm_quant.export.native_reader import NativeReader, is_native
 from cann_llm_quant.export.packed_checkpoint import PackedCheckpoint
 from cann_llm_quant.export.unreadable import refuse_unreadable
 
@@ -55,8 +56,6 @@ def open_source(
     it. Raises InputError's kinds.
     """
     path = locate(model, revision=revision, allow_pickle=allow_pickle)
-    if is_native(path):
-        return open_native(path, dtype)
     inner = open_checkpoint(str(path), allow_pickle=allow_pickle, accept_quantized=True)
     if is_mlx(inner.config):
         folder = MlxFolder(inner)
@@ -78,10 +77,12 @@ def open_packed(model: str | Path, dtype: torch.dtype | None = torch.float32) ->
 
 
 def reader_of(checkpoint: Checkpoint) -> Reader | None:
-    """The reader of a foreign source's layout; None where nothing in it is quantized.
+    """The reader of an opened source's layout; None where nothing in it is quantized.
 
     Raises CheckpointError or UnsupportedError for what its layout cannot mean or we cannot read.
     """
+    if is_native(checkpoint.path):
+        return NativeReader(checkpoint, load_inference_config(checkpoint.path))
     if isinstance(checkpoint, GgufCheckpoint):
         gguf = GgufReader(checkpoint)
         return gguf if gguf.linears else None
