@@ -39,7 +39,7 @@ def save_native(source: Path, out: Path, scheme: Scheme, inputs: ActivationSchem
     schemes: dict[str, Scheme] = {}
     for name, tensor in load_file(source / "model.safetensors").items():
         module = name.removesuffix(".weight")
-        routes = module.endswith(("mlp.gate", "shared_expert_gate"))
+        routes = module.endswith(("mlp.gate", "shared_expert_gate", "block_sparse_moe.gate"))
         if tensor.dim() == 2 and ".layers." in name and not routes:
             own = scheme.is_integer and scheme.strategy in ("group", "channel")
             weight = round_weight(tensor, scheme) if own else solve(tensor, scheme, torch.bfloat16)
