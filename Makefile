@@ -7,7 +7,10 @@ BIN := $(VENV)/bin
 # One worker per core, each with one thread: the tests are small, so threads inside a test only get in each other's way.
 WORKERS ?= auto
 
-.PHONY: all demo test lint docs clean
+# Real consumers of the layouts that install within minutes and share the project's environment.
+CONSUMERS := gguf mlx onnx
+
+.PHONY: all demo test lint docs conformance conformance-all clean
 
 all: demo test lint
 
@@ -15,7 +18,14 @@ demo: $(VENV)/.installed
 	$(BIN)/cann-llm-quant demo
 
 test: $(VENV)/.installed-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --ignore tests/conformance
+
+# Loads what is exported with the consumers' own code and prints which did, and how far their logits are from ours.
+conformance: $(VENV)/.installed-consumers
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) tests/conformance
+
+conformance-all: $(VENV)/.installed-consumers .venv-gptqmodel/.installed
+	CONFORMANCE_GPTQMODEL=$(CURDIR)/.venv-gptqmodel/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) tests/conformance
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -27,8 +37,18 @@ lint: $(VENV)/.installed-dev
 docs: $(VENV)/.installed
 	$(BIN)/python tools/generate_cli_docs.py
 
+$(VENV)/.installed-consumers: $(VENV)/.installed-dev $(CONSUMERS:%=tests/conformance/requirements-%.txt)
+	$(BIN)/python -m pip install --quiet $(CONSUMERS:%=-r tests/conformance/requirements-%.txt)
+	@touch $@
+
+# Consumers that want other versions of what the project itself uses have environments of their own.
+.venv-%/.installed: tests/conformance/requirements-%.txt
+	$(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python -m pip install --quiet -r $<
+	@touch $@
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) .venv-* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "error: no Python >= 3.11 found; set it with 'make PYTHON=/path/to/python3'" >&2; exit 2; }
