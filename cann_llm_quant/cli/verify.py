@@ -101,7 +101,7 @@ def facts(result: "Verification", loaded: "Loaded | None") -> list[tuple[str, st
         ("tensors", f"{result.tensors}"),
         ("linears", schemes),
         ("checked", ", ".join(result.stages) or "nothing: the files cannot be opened"),
-        ("SHA256SUMS", f"{result.sums} files agree"),
+        ("SHA256SUMS", f"{result.sums} files agree" if result.sums else "none"),
     ]
     if result.source is not None:
         lines.append(("source", comparison(result)))

@@ -58,24 +58,32 @@ def verify(model: str, against: str | None = None, *, tick: Tick = lambda done, 
     `tick` is told of progress. Raises InputError's kinds only where `model` or `against` cannot be found or `against`
     cannot be opened; everything else is a finding.
     """
-    path = locate(model)
-    result = Verification(path)
-    findings = result.findings
+    result = Verification(locate(model))
+    if against is None:
+        _examine(result, None, tick)
+    else:
+        with open_source(against, dtype=torch.float32) as source:
+            _examine(result, source, tick)
+    tick(1, 1, "")
+    return result
+
+
+def _examine(result: Verification, source: Checkpoint | None, tick: Tick) -> None:
+    path, findings = result.path, result.findings
     if path.is_dir():
         result.tensors = _examine_files(result, tick)
     models = onnx_files(path)
     if models:
-        return _examine_onnx(result, models, against, tick)
+        _examine_onnx(result, models, source, tick)
+        return
     if findings.faults and not _opens(path):
-        return result
+        return
     with findings.caught(str(path)), open_source(str(path), dtype=torch.float32) as ours:
         arch = _examine_config(result, ours)
         result.linears = check_numbers(ours, findings, tick)
         result.stages.append("numbers")
-        if against is not None and arch is not None:
-            _compare(result, ours, arch, against, tick)
-    tick(1, 1, "")
-    return result
+        if source is not None and arch is not None:
+            _compare(result, ours, source, arch, tick)
 
 
 def _examine_files(result: Verification, tick: Tick) -> int:
@@ -89,13 +97,12 @@ def _examine_files(result: Verification, tick: Tick) -> int:
     return len(stored)
 
 
-def _examine_onnx(result: Verification, models: list[Path], against: str | None, tick: Tick) -> Verification:
+def _examine_onnx(result: Verification, models: list[Path], source: Checkpoint | None, tick: Tick) -> None:
     result.layout = "onnx"
     result.tensors = sum(check_onnx(model, result.findings, tick) for model in models)
     result.stages.append("numbers")
-    if against is not None:
+    if source is not None:
         result.findings.remark("weights of an ONNX model are not compared with a source")
-    return result
 
 
 def _opens(path: Path) -> bool:
@@ -126,14 +133,12 @@ def _examine_config(result: Verification, ours: Checkpoint) -> Arch | None:
     return arch
 
 
-def _compare(result: Verification, ours: Checkpoint, arch: Arch, against: str, tick: Tick) -> None:
-    findings = result.findings
-    with open_source(against, dtype=torch.float32) as source:
-        result.source = source.reader.layout if isinstance(source, PackedCheckpoint) else "float"
-        with findings.caught(against):
-            _check_origin(ours, source, findings)
-            result.errors = compare_weights(ours, source, arch, findings, tick)
-            result.stages.append("weights")
+def _compare(result: Verification, ours: Checkpoint, source: Checkpoint, arch: Arch, tick: Tick) -> None:
+    result.source = source.reader.layout if isinstance(source, PackedCheckpoint) else "float"
+    with result.findings.caught(str(source.path)):
+        _check_origin(ours, source, result.findings)
+        result.errors = compare_weights(ours, source, arch, result.findings, tick)
+        result.stages.append("weights")
 
 
 def _check_origin(ours: Checkpoint, source: Checkpoint, findings: Findings) -> None:

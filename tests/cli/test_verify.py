@@ -1,0 +1,85 @@
+"""The command `verify`: exit codes, the JSON object, and what people read."""
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+from tiny_models import save_text, save_tiny
+
+from cann_llm_quant.cli.main import main
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("verify") / "m", num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module")
+def smoothed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """AWQ folds factors into norms, v and up; a balanced K powers of two into q and k."""
+    folder = tmp_path_factory.mktemp("verify")
+    text = save_text(folder / "words.txt", tokens=800)
+    words = ["--method", "awq", "--group-size", "32", "--kv-cache", "int8-head", "--kv-smooth", "--samples", "4"]
+    command = ["quantize", str(model), "-o", str(folder / "out"), "--data", str(text), "--seq-len", "64", *words]
+    assert main(command) == 0
+    return folder / "out"
+
+
+def test_a_smoothed_output_passes_against_its_float_source(
+    model: Path, smoothed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", str(smoothed), "--against", str(model), "--json"]) == 0
+    out, _ = capsys.readouterr()
+    answer = json.loads(out)
+    assert (answer["status"], answer["findings"], answer["layout"], answer["source"]) == ("ok", [], "native", "float")
+    assert answer["checks"] == ["files", "config", "numbers", "weights"]
+    errors = {error["module"]: error["error"] for error in answer["errors"]}
+    assert len(errors) == 9
+    assert 0.05 < max(errors.values()) < 0.2
+    assert any("factors were folded" in remark for remark in answer["remarks"])
+
+
+def test_the_report_for_people_has_the_worst_linears(
+    model: Path, smoothed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", str(smoothed), "--against", str(model)]) == 0
+    out, _ = capsys.readouterr()
+    assert "farthest from the source" in out
+    assert "self_attn.k_proj" in out
+    assert out.rstrip().endswith("nothing wrong was found")
+
+
+def test_a_fault_is_one_line_and_exit_1(
+    model: Path, smoothed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damaged = tmp_path / "out"
+    damaged.mkdir()
+    for file in smoothed.iterdir():
+        if file.is_file():
+            (damaged / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(damaged / "model.safetensors")
+    tensors.pop("model.layers.0.mlp.up_proj.weight_scale")
+    save_file(tensors, damaged / "model.safetensors", metadata={"format": "pt"})
+    assert main(["verify", str(damaged)]) == 1
+    out, err = capsys.readouterr()
+    assert "up_proj.weight_scale is missing" in out
+    assert "faults found" in out
+    assert "Traceback" not in out + err
+    assert main(["verify", str(damaged), "--json"]) == 1
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["status"] == "failed"
+    assert {"what", "where", "advice"} == answer["findings"][0].keys()
+
+
+def test_what_is_not_there_is_exit_2(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(tmp_path / "none")]) == 2
+    assert "no such folder" in capsys.readouterr().err
+    assert main(["verify", str(model), "--against", str(tmp_path / "none")]) == 2
+
+
+def test_load_says_what_the_runtime_made_of_it(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(model), "--load", "--json"]) == 0
+    loaded = json.loads(capsys.readouterr().out)["loaded"]
+    assert loaded["runtime"] == "transformers"
+    assert "logits of 8 tokens computed" in loaded["outcome"]
