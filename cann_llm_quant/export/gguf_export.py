@@ -123,6 +123,7 @@ def plan_gguf(
         warnings += notes
     else:
         metadata |= no_tokenizer()
+        warnings.append("the file has no vocabulary: only programs that hand llama.cpp token ids can run it, no server")
     return GgufPlan(planned, metadata, warnings)
 
 
