@@ -11,8 +11,11 @@ fp4_e2m1 codes (0..15, unsigned already) go two to a byte, the even column in th
 """
 
 import torch
-from jaxtyping import Int8, Int32, UInt8
+from jaxtyping import Int8, Int32, Shaped, UInt8
 from torch import Tensor
+from torch.nn import functional
+
+from cann_llm_quant.quant.bit_stream import pack_fields, to_codes, to_fields, unpack_fields
 
 _WORD = 32
 
@@ -24,19 +27,11 @@ def packed_length(count: int, bits: int) -> int:
 
 def pack_int32(codes: Int8[Tensor, "..."], bits: int, dim: int = -1) -> Int32[Tensor, "..."]:
     """Pack signed codes along `dim`, which shrinks to `packed_length`; the result is contiguous."""
-    fields = codes.movedim(dim, -1).to(torch.int64) + (1 << (bits - 1))
-    words = torch.zeros(
-        *fields.shape[:-1], packed_length(fields.shape[-1], bits), dtype=torch.int64, device=codes.device
-    )  # Every `period` fields the pattern of words and shifts repeats.
-    period = _period(bits)
-    for lane in range(min(period, fields.shape[-1])):
-        field = fields[..., lane::period]
-        word, shift = divmod(lane * bits, _WORD)
-        stride = period * bits // _WORD
-        words[..., word::stride][..., : field.shape[-1]] |= (field << shift) & 0xFFFFFFFF
-        if shift + bits > _WORD:
-            words[..., word + 1 :: stride][..., : field.shape[-1]] |= field >> (_WORD - shift)
-    return _wrap(words).movedim(-1, dim).contiguous()
+    fields = to_fields(codes.movedim(dim, -1), bits)
+    count = fields.shape[-1]
+    whole = functional.pad(fields, (0, -count % _WORD))
+    words = _flat(pack_fields(whole.contiguous(), bits)).view(torch.int32).view(*fields.shape[:-1], -1)
+    return words[..., : packed_length(count, bits)].movedim(-1, dim).contiguous()
 
 
 def unpack_int32(words: Int32[Tensor, "..."], bits: int, count: int, dim: int = -1) -> Int8[Tensor, "..."]:
@@ -44,19 +39,17 @@ def unpack_int32(words: Int32[Tensor, "..."], bits: int, count: int, dim: int = 
 
     `words` must hold `packed_length(count, bits)` along `dim`.
     """
-    stream = words.movedim(dim, -1).to(torch.int64) & 0xFFFFFFFF
+    stream = words.movedim(dim, -1)
     assert stream.shape[-1] == packed_length(count, bits), "words and count disagree"
-    codes = torch.empty(*stream.shape[:-1], count, dtype=torch.int8, device=words.device)
-    period = _period(bits)
-    stride = period * bits // _WORD
-    for lane in range(min(period, count)):
-        target = codes[..., lane::period]
-        word, shift = divmod(lane * bits, _WORD)
-        field = stream[..., word::stride][..., : target.shape[-1]] >> shift
-        if shift + bits > _WORD:
-            field = field | (stream[..., word + 1 :: stride][..., : target.shape[-1]] << (_WORD - shift))
-        target.copy_((field & ((1 << bits) - 1)) - (1 << (bits - 1)))
-    return codes.movedim(-1, dim).contiguous()
+    whole = functional.pad(stream, (0, -(-count // _WORD) * bits - stream.shape[-1]))
+    packed = _flat(whole.contiguous()).view(torch.uint8).view(*stream.shape[:-1], -1)
+    fields = unpack_fields(packed, bits)
+    return to_codes(fields[..., :count], bits).movedim(-1, dim).contiguous()
+
+
+def _flat(tensor: Shaped[Tensor, "..."]) -> Shaped[Tensor, "numbers"]:
+    """The numbers of a contiguous tensor in one row, whatever stride it claims for dimensions of one element."""
+    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def pack_pairs(codes: Int8[Tensor, "out in"]) -> UInt8[Tensor, "out half"]:
@@ -68,13 +61,3 @@ def pack_pairs(codes: Int8[Tensor, "out in"]) -> UInt8[Tensor, "out half"]:
 def unpack_pairs(packed: UInt8[Tensor, "out half"]) -> Int8[Tensor, "out in"]:
     """The codes of `pack_pairs`' bytes."""
     return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1).to(torch.int8)
-
-
-def _period(bits: int) -> int:
-    """Fields after which the stream is at a word boundary again: lcm(bits, 32) / bits."""
-    return _WORD // (bits & -bits)
-
-
-def _wrap(words: Tensor) -> Tensor:
-    """Unsigned 32-bit values in int64 to int32 with the same bits."""
-    return torch.where(words > 0x7FFFFFFF, words - (1 << _WORD), words).to(torch.int32)
