@@ -31,7 +31,8 @@ def pack_int32(codes: Int8[Tensor, "..."], bits: int, dim: int = -1) -> Int32[Te
     count = fields.shape[-1]
     whole = functional.pad(fields, (0, -count % _WORD))
     words = _flat(pack_fields(whole.contiguous(), bits)).view(torch.int32).view(*fields.shape[:-1], -1)
-    return words[..., : packed_length(count, bits)].movedim(-1, dim).contiguous()
+    # a copy has the strides that readers expect also of dimensions of one element, which `contiguous` leaves odd
+    return words[..., : packed_length(count, bits)].movedim(-1, dim).clone(memory_format=torch.contiguous_format)
 
 
 def unpack_int32(words: Int32[Tensor, "..."], bits: int, count: int, dim: int = -1) -> Int8[Tensor, "..."]:

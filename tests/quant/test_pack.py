@@ -64,7 +64,8 @@ def test_equals_the_twin_and_compressed_tensors(bits: int, rows: int, columns: i
         assert [int(word) & 0xFFFFFFFF for word in word_line] == bit_by_bit(line.tolist(), bits)
     packed_dim = 0 if dim == 0 else 1
     assert torch.equal(words, pack_to_int32(codes, bits, packed_dim=packed_dim))
-    assert torch.equal(unpack_from_int32(words, bits, codes.shape, packed_dim=packed_dim), codes)
+    if packed_dim == 1 or len(words) > 1 or words.shape[1] == 1:  # compressed-tensors 0.20.1 raises for other rows
+        assert torch.equal(unpack_from_int32(words, bits, codes.shape, packed_dim=packed_dim), codes)
 
 
 def test_stacks_of_matrices() -> None:
