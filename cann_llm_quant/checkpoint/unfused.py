@@ -25,6 +25,8 @@ from cann_llm_quant.errors import CheckpointError, UnsupportedError
 # Matrices of q, k and v under the names that families give them; none that is shown may keep one.
 FUSED_NAMES = ("W_pack", "query_key_value", "qkv_proj", "wqkv", "Wqkv", "c_attn")
 
+_BLOCK_ROWS = 1024
+
 
 @dataclass(frozen=True)
 class Part:
@@ -48,6 +50,16 @@ class UnfusedCheckpoint:
         self._tensors = MappingProxyType(
             {name: _shown(name, part, inner.tensors[part.source]) for name, part in self._parts.items()}
         )
+
+    @property
+    def parts(self) -> Mapping[str, Part]:
+        """Where each shown tensor comes from."""
+        return self._parts
+
+    @property
+    def unit_rows(self) -> tuple[str, ...]:
+        """The shown tensors whose rows are scaled to length 1 on load."""
+        return self._reading.unit_rows
 
     @property
     def path(self) -> Path:
@@ -111,10 +123,12 @@ def unfused(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def with_unit_rows(matrix: Shaped[Tensor, "rows columns"]) -> Shaped[Tensor, "rows columns"]:
-    """Every row divided by its length, which is computed in float32; rows of zeros stay."""
-    lengths = matrix.float().norm(dim=1, keepdim=True).clamp(min=1e-12)
-    scaled: Tensor = matrix.float() / lengths
-    return scaled.to(matrix.dtype)
+    """Every row divided by its length, computed in float32 for some rows at a time; rows of zeros stay."""
+    scaled = torch.empty_like(matrix)
+    for block, out in zip(torch.split(matrix, _BLOCK_ROWS), torch.split(scaled, _BLOCK_ROWS), strict=True):
+        wide = block.float()
+        out.copy_(wide / wide.norm(dim=1, keepdim=True).clamp(min=1e-12))
+    return scaled
 
 
 def _parts(inner: Checkpoint, layout: FusedLayout, reading: Reading) -> dict[str, Part]:

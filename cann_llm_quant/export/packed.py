@@ -36,6 +36,7 @@ from cann_llm_quant.export.mlx_folder import MlxFolder, is_mlx
 from cann_llm_quant.export.mlx_reader import MlxReader
 from cann_llm_quant.export.native_reader import NativeReader, is_native
 from cann_llm_quant.export.packed_checkpoint import PackedCheckpoint
+from cann_llm_quant.export.unfused_reader import unfused_packed
 from cann_llm_quant.export.unreadable import refuse_unreadable
 
 # By `quant_method`.
@@ -61,8 +62,10 @@ def open_source(
         folder = MlxFolder(inner)
         return PackedCheckpoint(folder, MlxReader(folder), dtype)
     reader = reader_of(inner)
-    if reader is not None:
+    if isinstance(reader, NativeReader):
         return PackedCheckpoint(inner, reader, dtype)
+    if reader is not None:
+        return unfused_packed(PackedCheckpoint(inner, reader, dtype), dtype)
     inner.close()
     return open_checkpoint(str(path), allow_pickle=allow_pickle)
 

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from fused_sources import SOURCES, group_by_group, plain_state, save_fused, save_plain
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tiny_families import load_ours, random_ids, reference_logits, save_family
 from tiny_models import our_logits, save_tiny, save_tokenizer
@@ -14,10 +16,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from cann_llm_quant.checkpoint import open_checkpoint
+from cann_llm_quant.checkpoint.fused_layout import Sizes, blocks, by_group, halves
 from cann_llm_quant.checkpoint.fused_layouts import known_layouts
 from cann_llm_quant.checkpoint.unfused import UnfusedCheckpoint, with_unit_rows
 from cann_llm_quant.errors import CheckpointError, UnsupportedError
 from cann_llm_quant.models import arch_from_checkpoint
+from cann_llm_quant.models.rope import frequencies
 from cann_llm_quant.pipeline.request import RunOptions
 from cann_llm_quant.pipeline.run import quantize_model
 from cann_llm_quant.recipe import Recipe
@@ -85,6 +89,32 @@ def test_c33_rows_of_internlm2_hold_their_own_numbers(tmp_path: Path) -> None:
             assert tensor.shape == (16 * len(heads), 64)
             for head, number in enumerate(heads):
                 assert (tensor[16 * head : 16 * (head + 1)] == number).all(), (part, head)
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 5), st.integers(1, 9))
+@settings(max_examples=40, deadline=None)
+def test_c33_every_row_belongs_to_one_part(kv_heads: int, repeat: int, head_dim: int, inner: int) -> None:
+    sizes = Sizes(kv_heads * repeat, kv_heads, head_dim, inner)
+    heads = {"q": kv_heads * repeat, "k": kv_heads, "v": kv_heads}
+    for rows in (blocks(sizes), by_group(sizes)):
+        assert [sum(map(len, part)) for part in rows] == [count * head_dim for count in heads.values()]
+        assert sorted(row for part in rows for run in part for row in run) == list(
+            range(sum(heads.values()) * head_dim)
+        )
+    gate, up = halves(sizes)
+    assert [*gate[0], *up[0]] == list(range(2 * inner))
+
+
+def test_internlm_stretches_its_base_as_its_authors_do(tmp_path: Path) -> None:
+    """base x (seq / trained) ^ (d / (d - 2)) once a text is longer than the trained length, here 64."""
+    save_plain(tmp_path / "plain", "internlm")
+    rotary = {"base": 500, "type": "dynamic"}
+    fused = save_fused(tmp_path / "fused", "internlm", tmp_path / "plain", rotary=rotary)
+    with open_checkpoint(str(fused)) as checkpoint:
+        arch = arch_from_checkpoint(checkpoint)
+    for length, base in ((40, 500.0), (96, 500 * (96 / 64) ** (6 / 4))):
+        expected = [base ** (-2 * pair / 6) for pair in range(3)]
+        assert frequencies(arch.rope, 6, length)[0].tolist() == pytest.approx(expected, rel=1e-6)
 
 
 def test_baichuan_2_gives_the_logits_of_a_head_of_unit_rows(tmp_path: Path) -> None:

@@ -1,0 +1,108 @@
+"""Quantized sources with fused matrices: every part has the codes that it would have had alone."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from native_folders import round_weight, save_native
+from safetensors.torch import load_file, save_file
+
+from cann_llm_quant.errors import UnsupportedError
+from cann_llm_quant.export.packed import open_source
+from cann_llm_quant.export.packed_checkpoint import PackedCheckpoint
+from cann_llm_quant.models import arch_from_checkpoint
+from cann_llm_quant.quant.scheme import Scheme
+
+CONFIG = {
+    "model_type": "phi3",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 40,
+    "max_position_embeddings": 64,
+    "torch_dtype": "float32",
+}
+SHAPES = {"q": (32, 32), "k": (16, 32), "v": (16, 32), "gate": (48, 32), "up": (48, 32)}
+
+
+def save_phi3(folder: Path) -> dict[str, torch.Tensor]:
+    """A model of one layer whose q, k, v and whose gate and up are one matrix each; returns the parts."""
+    generator = torch.Generator().manual_seed(0)
+    parts = {role: torch.randn(shape, generator=generator) for role, shape in SHAPES.items()}
+    layer = "model.layers.0."
+    state = {
+        "model.embed_tokens.weight": torch.randn(40, 32, generator=generator),
+        "model.norm.weight": torch.ones(32),
+        "lm_head.weight": torch.randn(40, 32, generator=generator),
+        f"{layer}input_layernorm.weight": torch.ones(32),
+        f"{layer}post_attention_layernorm.weight": torch.ones(32),
+        f"{layer}self_attn.qkv_proj.weight": torch.cat([parts["q"], parts["k"], parts["v"]]),
+        f"{layer}self_attn.o_proj.weight": torch.randn(32, 32, generator=generator),
+        f"{layer}mlp.gate_up_proj.weight": torch.cat([parts["gate"], parts["up"]]),
+        f"{layer}mlp.down_proj.weight": torch.randn(32, 48, generator=generator),
+    }
+    folder.mkdir()
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+    return parts
+
+
+def foreign(folder: Path, scheme: Scheme) -> tuple[Path, dict[str, torch.Tensor]]:
+    """The model in compressed-tensors' layout, as other tools leave it."""
+    parts = save_phi3(folder / "float")
+    out = save_native(folder / "float", folder / "packed", scheme)
+    (out / "inference_config.json").unlink()
+    return out, parts
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [Scheme("int4", True, "group", 16), Scheme("int4", False, "group", 16), Scheme("int8", True, "channel", None)],
+    ids=lambda scheme: scheme.label(),
+)
+def test_c33_parts_have_the_codes_that_they_would_have_alone(tmp_path: Path, scheme: Scheme) -> None:
+    packed, parts = foreign(tmp_path, scheme)
+    with open_source(str(packed)) as source:
+        assert isinstance(source, PackedCheckpoint)
+        assert source.config["model_type"] == "llama"
+        assert "quantization_config" not in source.config
+        arch = arch_from_checkpoint(source)
+        for role, weight in parts.items():
+            module = arch.layers[0].linear(role).module
+            expected, actual = round_weight(weight, scheme), source.quantized(module)
+            assert actual is not None
+            assert torch.equal(actual.codes, expected.codes)
+            assert torch.equal(actual.scale, expected.scale)
+            assert (actual.zero_point is None) == scheme.symmetric
+            if expected.zero_point is not None:
+                assert torch.equal(actual.zero_point, expected.zero_point)
+            assert torch.equal(source.load(f"{module}.weight"), expected.dequantize())
+            assert source.tensors[f"{module}.weight"].shape == tuple(weight.shape)
+
+
+def test_one_scale_of_a_matrix_is_that_of_every_part(tmp_path: Path) -> None:
+    packed, parts = foreign(tmp_path, Scheme("fp8_e4m3", True, "tensor", None))
+    expected = torch.cat([parts[role] for role in "qkv"]).abs().max() / 448
+    with open_source(str(packed)) as source:
+        for role in "qkv":
+            weight = source.load(f"model.layers.0.self_attn.{role}_proj.weight")
+            # three bits of mantissa, or the last step of the subnormal numbers
+            error = (weight - parts[role]).abs()
+            assert (error <= torch.maximum(parts[role].abs() / 16, expected / 512)).all()
+
+
+def test_tiles_over_several_parts_are_refused(tmp_path: Path) -> None:
+    packed, _ = foreign(tmp_path, Scheme("fp8_e4m3", True, "tile", None))
+    with pytest.raises(UnsupportedError, match=r"_proj is .*tiles .*; give the float model"):
+        open_source(str(packed))
+
+
+def test_our_own_folders_are_taken_as_they_are(tmp_path: Path) -> None:
+    save_phi3(tmp_path / "float")
+    packed = save_native(tmp_path / "float", tmp_path / "packed", Scheme("int8", True, "channel", None))
+    assert set(load_file(packed / "model.safetensors")) >= {"model.layers.0.self_attn.qkv_proj.weight_packed"}
+    with open_source(str(packed)) as source:
+        assert "model.layers.0.self_attn.qkv_proj.weight" in source.tensors
