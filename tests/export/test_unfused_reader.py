@@ -1,6 +1,7 @@
 """Quantized sources with fused matrices: every part has the codes that it would have had alone."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from native_folders import round_weight, save_native
 from safetensors.torch import load_file, save_file
 
 from cann_llm_quant.errors import UnsupportedError
+from cann_llm_quant.export import awq, gptq
 from cann_llm_quant.export.packed import open_source
 from cann_llm_quant.export.packed_checkpoint import PackedCheckpoint
 from cann_llm_quant.models import arch_from_checkpoint
@@ -106,3 +108,28 @@ def test_our_own_folders_are_taken_as_they_are(tmp_path: Path) -> None:
     assert set(load_file(packed / "model.safetensors")) >= {"model.layers.0.self_attn.qkv_proj.weight_packed"}
     with open_source(str(packed)) as source:
         assert "model.layers.0.self_attn.qkv_proj.weight" in source.tensors
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_qwen_1_with_biases_as_gptq_and_awq_store_it(tmp_path: Path, method: str) -> None:
+    generator, scheme = torch.Generator().manual_seed(1), Scheme("int4", False, "group", 16)
+    parts = {role: torch.randn(32, 32, generator=generator) for role in "qkv"}
+    bias, module = torch.randn(96, generator=generator).half(), "transformer.h.0.attn.c_attn"
+    weight = round_weight(torch.cat([parts[role] for role in "qkv"]), scheme)
+    weight = replace(weight, scale=weight.scale.half(), zero_point=weight.zero_point.clamp(min=-7))
+    stored = gptq.encode(module, weight, 1, bias) if method == "gptq" else awq.encode(module, weight, bias)
+    save_file({name: tensor.contiguous() for name, tensor in stored.items()}, tmp_path / "model.safetensors")
+    section = {"quant_method": method, "bits": 4, "group_size": 16, "desc_act": False, "sym": False}
+    section |= {"zero_point": True, "version": "gemm"} if method == "awq" else {}
+    config = {"model_type": "qwen", "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 96}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": section}), encoding="utf-8")
+    with open_source(str(tmp_path)) as source:
+        assert isinstance(source, PackedCheckpoint)
+        assert source.config["model_type"] == "qwen2"
+        for index, role in enumerate("qkv"):
+            own, rows = f"model.layers.0.self_attn.{role}_proj", slice(32 * index, 32 * (index + 1))
+            actual = source.quantized(own)
+            assert actual is not None
+            assert torch.equal(actual.dequantize(), weight.dequantize()[rows])
+            assert torch.equal(actual.codes, weight.codes[rows])
+            assert torch.equal(source.load(f"{own}.bias"), bias[rows])
