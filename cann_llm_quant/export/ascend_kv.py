@@ -46,6 +46,12 @@ def encode_kv(model: PackedModel) -> dict[str, dict[str, Tensor]]:
                     f"layer {layer.index} keeps {role.upper()} of the KV cache in {label}; ascend holds int8 with "
                     "static symmetric scales of K and V alike (--kv-cache int8-channel-static), or a float cache"
                 )
+            # scales are in the order in which our decoder turns channels, which is not the one that is stored
+            if role == "k" and scheme is not None and scheme.strategy == "channel" and arch.rope.interleaved:
+                raise UnsupportedError(
+                    f"layer {layer.index}: scales of K's channels cannot be written for {arch.model_type}, whose RoPE "
+                    "turns neighbours; use --kv-cache int8-head-static, or a float cache"
+                )
             module = layer.linear(role).module
             full = scale.to(torch.float32).expand(arch.num_kv_heads, 1, arch.head_dim).flatten().contiguous()
             found[module] = {f"{module}.kv_cache_scale": full, f"{module}.kv_cache_offset": torch.zeros_like(full)}

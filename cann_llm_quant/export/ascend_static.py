@@ -16,6 +16,7 @@ from jaxtyping import Float, Float64, Int8, Int64
 from torch import Tensor
 
 from cann_llm_quant.errors import CheckpointError, UnsupportedError
+from cann_llm_quant.export.ascend_sums import code_sums
 from cann_llm_quant.quant.activations import InputQuantizer
 
 _INT32 = torch.iinfo(torch.int32)
@@ -51,7 +52,7 @@ def exact_quant_bias(
     codes: Int8[Tensor, "out in"], deq_scale: Float[Tensor, "out"], offset: Float[Tensor, "1"], bias: Tensor | None
 ) -> Float64[Tensor, "out"]:
     """`round(bias / deq_scale - offset * sum_k codes)`."""
-    exact = -offset.to(torch.float64) * codes.sum(dim=1, dtype=torch.int32)
+    exact = -offset.to(torch.float64) * code_sums(codes, codes.shape[1]).flatten()
     if bias is not None:
         exact = exact + bias.to(torch.float64) / deq_scale.to(torch.float64)
     return exact.round()

@@ -108,11 +108,10 @@ def why_not(
     if kind not in (target.experts if expert else target.dense):
         return _not_loaded(kind, target, expert, activations)
     if not scheme.symmetric and not (target.zero_points and kind in ("W8A16", "W4A16")):
-        return f"asymmetric {scheme.dtype} weights are not computed right by {target.name}; use symmetric ones"
+        return f"has zero points, with which {target.name} computes wrongly"
     if scheme.bits > 4:
-        if scheme.strategy in ("channel", "tensor"):
-            return None
-        return f"{kind} has one scale for each row, not {_grain(scheme)}; use --requantize for int8 by channel"
+        rows = scheme.strategy in ("channel", "tensor")
+        return None if rows else f"has {_grain(scheme)}, and {kind} has one a row"
     return _why_not_int4(kind, scheme, activations, shape, target, expert)
 
 
@@ -127,33 +126,26 @@ def nearest_scheme(scheme: Scheme, shape: tuple[int, int], target: Target) -> Sc
 
 def _no_type(scheme: Scheme, activations: ActivationScheme | None) -> str:
     if not scheme.is_integer:
-        return f"{scheme.label()} weights have no type that NPUs before Ascend 950 compute with; use --requantize"
-    return (
-        f"{'int4' if scheme.bits <= 4 else 'int8'} weights there take float, int8 token"
-        f"{'' if scheme.bits <= 4 else ' or int8 static'} inputs, not {_described(activations)}"
-    )
-
-
-def _described(activations: ActivationScheme | None) -> str:
-    if activations is None:
-        return "float ones"
+        return f"is {scheme.label()}, and NPUs before Ascend 950 compute with integers"
+    assert activations is not None, "weights alone have a type"
     symmetry = "" if activations.symmetric else "asymmetric "
-    return f"{symmetry}{activations.dtype} {activations.strategy if activations.dynamic else 'static'} ones"
+    range_ = activations.strategy if activations.dynamic else "static"
+    known = "float or int8 token" if scheme.bits <= 4 else "float, int8 token or int8 static"
+    return f"has {symmetry}{activations.dtype} {range_} inputs, and {scheme.dtype} weights take {known} ones there"
 
 
 def _not_loaded(kind: AscendType, target: Target, expert: bool, activations: ActivationScheme | None) -> str:
     loads = ", ".join(sorted(target.experts if expert else target.dense))
-    where = "routed experts" if expert else "dense linears"
-    reason = f"{target.name} loads no {kind} for {where}, only {loads}"
+    reason = f"is {kind}, and {target.name} loads {'routed experts' if expert else 'dense linears'} as {loads}"
     if kind == "W4A8_DYNAMIC" and not expert and target.name.startswith("vllm-ascend"):
-        return f"{reason} (it did until 0.25); choose runtime vllm-ascend-0.25 or use --requantize for int8"
-    if expert and activations is None:
-        return f"{reason}; quantize the experts' inputs to int8 by token"
-    return f"{reason}; use --requantize or another runtime"
+        return f"{reason}; vllm-ascend-0.25 is the last to load it"
+    return f"{reason}; quantize its inputs to int8 by token" if expert and activations is None else reason
 
 
 def _grain(scheme: Scheme) -> str:
-    return f"one for {scheme.group_size} columns" if scheme.strategy == "group" else f"one for each {scheme.strategy}"
+    if scheme.strategy == "group":
+        return f"a scale for {scheme.group_size} columns"
+    return f"a scale a {scheme.strategy}"
 
 
 def _why_not_int4(
@@ -166,21 +158,25 @@ def _why_not_int4(
 ) -> str | None:
     out, columns = shape
     if kind == "W4A8_DYNAMIC" and expert and activations is None:
-        return f"{target.name} quantizes the inputs of int4 experts to int8; quantize them so, by token"
+        return f"is int4 with float inputs, which {target.name} quantizes in experts; quantize them to int8 by token"
     if scheme.strategy not in ("group", "channel"):
-        return f"int4 weights have scales by group or row there, not {_grain(scheme)}"
+        return f"has {_grain(scheme)}, and int4 weights have them by group or row there"
     if kind == "W4A8_DYNAMIC" and out % _WORD:
-        return f"its {out} outputs are no multiple of {_WORD}, which int4 words need; use --requantize for int8"
+        return f"has {out} outputs, and int4 words hold {_WORD} of them"
     if kind == "W4A16" and (columns if scheme.strategy == "channel" else out) % 2:
-        return f"int4 pairs need an even number of rows and columns, it is {out} x {columns}"
+        return f"is {out} x {columns}, and int4 codes go in pairs"
     if scheme.strategy == "channel":
-        if kind == "W4A16" or expert:
-            return None
-        return f"{kind} of a dense linear needs groups of 32, 64 or 128 columns; --regroup gives them without loss"
+        whole = kind == "W4A16" or expert
+        return None if whole else f"has a scale a row, and dense {kind} linears have groups of {_wanted_groups(target)}"
     if _group_fits(scheme.columns_per_scale(columns), columns, target):
         return None
-    wanted = "32, 64, 96, … below its inputs" if not target.int4_groups else ", ".join(map(str, target.int4_groups))
-    return f"groups of {scheme.group_size} of its {columns} columns do not load, only {wanted}; use --regroup"
+    return f"has groups of {scheme.group_size} of {columns} columns, and {target.name} takes {_wanted_groups(target)}"
+
+
+def _wanted_groups(target: Target) -> str:
+    if target.int4_groups:
+        return ", ".join(map(str, target.int4_groups))
+    return "32, 64, 96, …, fewer than all columns"
 
 
 def _group_fits(size: int, columns: int, target: Target) -> bool:

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from cann_llm_quant.errors import CheckpointError, UnsupportedError
 from cann_llm_quant.export.ascend_static import check_static, deq_scale_of, encode_static
+from cann_llm_quant.export.ascend_sums import code_sums
 from cann_llm_quant.quant.activations import InputQuantizer
 from cann_llm_quant.quant.scheme import QuantizedTensor, Scheme, row_scales
 
@@ -163,8 +164,9 @@ def scale_bias(weight: QuantizedTensor, slices: int) -> Float[Tensor, "out slice
     width = weight.scheme.columns_per_scale(columns)
     # the widest runs of columns that lie within one group and one part
     run = 1 if columns % slices else math.gcd(width, columns // slices)
-    sums = weight.codes.view(out, columns // run, run).sum(-1, dtype=torch.int32)
-    sums = sums * row_scales(weight.scale, weight.scheme, out).repeat_interleave(width // run, dim=1)
+    sums = code_sums(weight.codes, run) * row_scales(weight.scale, weight.scheme, out).repeat_interleave(
+        width // run, dim=1
+    )
     return torch.stack([part.sum(1) for part in sums.tensor_split(slices, dim=1)], dim=1).mul_(8)
 
 

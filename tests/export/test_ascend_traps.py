@@ -95,18 +95,27 @@ def test_each_runtime_gets_what_it_loads(scheme, inputs, module, loading):
     assert "".join("01"[accepted(runtime, module, scheme, inputs)] for runtime in RUNTIMES) == loading
 
 
-def test_refusals_say_what_would_work():
-    assert "0.25" in refused("vllm-ascend-main", DENSE, group(64), None)
-    assert "--regroup" in refused("vllm-ascend-0.23", DENSE, INT4, None)
-    assert "--regroup" in refused("vllm-ascend-0.23", DENSE, group(128), None)
-    assert "--requantize" in refused("vllm-ascend-0.23", DENSE, group(64), None, (60, 128))
-    assert "int8 by token" in refused("vllm-ascend-0.23", EXPERT, INT8, None)
-    assert "by token" in refused("sglang", EXPERT, INT4, None)
-    assert "950" in refused("mindie", DENSE, Scheme("fp8_e4m3", True, "channel", None), None)
-    assert "symmetric" in refused("vllm-ascend-0.23", DENSE, Scheme("int8", False, "channel", None), None)
-    assert "64, 128, 256" in refused("mindie", DENSE, group(32), None)
-    asymmetric = ActivationScheme("int8", False, True, "token")
-    assert "asymmetric int8 token" in refused("vllm-ascend-0.23", DENSE, INT8, asymmetric)
+@pytest.mark.parametrize(
+    ("runtime", "module", "scheme", "inputs", "reason"),
+    [
+        ("vllm-ascend-main", DENSE, group(64), None, "vllm-ascend-0.25 is the last to load it"),
+        ("vllm-ascend-0.23", DENSE, INT4, None, "has a scale a row, and dense W4A8_DYNAMIC linears have groups of 32"),
+        ("vllm-ascend-0.23", DENSE, group(128), None, "has groups of 128 of 128 columns"),
+        ("vllm-ascend-0.23", EXPERT, INT8, None, "loads routed experts as W4A8_DYNAMIC, W8A8_DYNAMIC; quantize its"),
+        ("sglang", EXPERT, INT4, None, "which sglang quantizes in experts"),
+        ("mindie", DENSE, Scheme("fp8_e4m3", True, "channel", None), None, "is fp8_e4m3-channel, and NPUs before"),
+        ("vllm-ascend-0.23", DENSE, Scheme("int8", False, "channel", None), None, "has zero points, with which"),
+        ("vllm-ascend-0.23", DENSE, Scheme("int8", True, "group", 64), None, "has a scale for 64 columns, and W8A16"),
+        ("mindie", DENSE, group(32), None, "and mindie takes 64, 128, 256"),
+        ("mindie", DENSE, INT8, ActivationScheme("int8", False), "has asymmetric int8 token inputs, and int8 weights"),
+    ],
+)
+def test_refusals_end_a_sentence_about_the_linear(runtime, module, scheme, inputs, reason):
+    assert reason in refused(runtime, module, scheme, inputs)
+
+
+def test_outputs_that_fill_no_word_and_unknown_runtimes():
+    assert "has 60 outputs" in refused("vllm-ascend-0.23", DENSE, group(64), None, (60, 128))
     with pytest.raises(UsageError, match="choose from vllm-ascend-0"):
         AscendEncoder("vllm-ascend-9")
 
