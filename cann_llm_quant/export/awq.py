@@ -29,7 +29,7 @@ from torch import Tensor
 from cann_llm_quant.errors import UnsupportedError
 from cann_llm_quant.export.layout import PackedModel
 from cann_llm_quant.export.model_config import json_bytes, output_config
-from cann_llm_quant.export.weight_only import check_linears_only, half_precision, refusal, zero_fields
+from cann_llm_quant.export.weight_only import dense, half_precision, left_out, linears_only, refusal, zero_fields
 from cann_llm_quant.quant.activations import InputQuantizer
 from cann_llm_quant.quant.bit_stream import to_codes, to_fields
 from cann_llm_quant.quant.scheme import ActivationScheme, QuantizedTensor, Scheme, scheme_for
@@ -41,15 +41,23 @@ GROUP_SIZES = (16, 32, 64, 128)
 
 
 class AwqEncoder:
-    """AWQ `gemm`; implements `layout.Encoder`."""
+    """AWQ `gemm`; implements `layout.Encoder`.
+
+    `floats` are modules in codes that are written in float, as embedding and head must be.
+    """
 
     layout = "awq"
     stem = "model"
+
+    def __init__(self, *, floats: frozenset[str] = frozenset()) -> None:
+        self.floats = floats
 
     def refusal(
         self, module: str, scheme: Scheme, activations: ActivationScheme | None, shape: tuple[int, int]
     ) -> str | None:
         """Why the layout cannot hold this linear; None where it can."""
+        if module in self.floats:
+            return None
         if shape[0] % PER_WORD:
             return f"has {shape[0]} rows, and AWQ packs them in runs of {PER_WORD}"
         if scheme.group_size is not None and scheme.group_size not in GROUP_SIZES:
@@ -67,7 +75,8 @@ class AwqEncoder:
 
     def check(self, model: PackedModel) -> list[str]:
         """Warnings. Raises UnsupportedError for several group sizes, a quantized head or embedding."""
-        warnings = check_linears_only("AWQ", model)
+        warnings = left_out("AWQ", model, self.floats)
+        model = linears_only("AWQ", model, self.floats)
         sizes = {_group_size(scheme): module for module, scheme in model.schemes.items()}
         if len(sizes) > 1:
             (one, first), (other, second) = list(sizes.items())[:2]
@@ -77,9 +86,10 @@ class AwqEncoder:
             )
         if model.arch.head_module in model.schemes:
             raise UnsupportedError(
-                f"{model.arch.head_module} is quantized, and AWQ's loaders take the output head in float; export a "
-                "model that leaves it"
+                f"{model.arch.head_module} is quantized, and AWQ's loaders take the output head in float; leave it so"
             )
+        if 16 in sizes:
+            warnings.append("GPTQModel's CPU kernel and vLLM's Marlin kernels take no groups of 16")
         mixed = next((group for group in model.fused() if len({m in model.schemes for m in group}) > 1), None)
         if mixed:
             warnings.append(f"of {', '.join(mixed)} some are in float, and vLLM and SGLang load them as one matrix")
@@ -93,6 +103,8 @@ class AwqEncoder:
         Raises UnsupportedError for columns that are scattered over groups, CheckpointError for scales or a bias beyond
         float16.
         """
+        if module in self.floats:
+            return dense(module, weight, bias)
         assert inputs is None, "refused: AWQ stores weights only"
         if weight.group_index is not None:
             raise UnsupportedError(
@@ -106,6 +118,7 @@ class AwqEncoder:
 
     def files(self, model: PackedModel, tensors: Mapping[str, torch.dtype]) -> dict[str, bytes]:
         """`config.json`."""
+        model = linears_only("AWQ", model, self.floats)
         dtype = str(model.dtype).removeprefix("torch.")
         return {"config.json": json_bytes(output_config(model.config, model.arch, dtype, _section(model)))}
 

@@ -27,7 +27,15 @@ from cann_llm_quant.errors import UnsupportedError
 from cann_llm_quant.export.gptq_config import float_in_layers, gptq_section, same_in_all_layers
 from cann_llm_quant.export.layout import PackedModel
 from cann_llm_quant.export.model_config import json_bytes, output_config
-from cann_llm_quant.export.weight_only import check_linears_only, half_precision, nearest_bits, refusal, zero_fields
+from cann_llm_quant.export.weight_only import (
+    dense,
+    half_precision,
+    left_out,
+    linears_only,
+    nearest_bits,
+    refusal,
+    zero_fields,
+)
 from cann_llm_quant.quant.activations import InputQuantizer
 from cann_llm_quant.quant.bit_stream import as_bytes, as_words, pack_fields, to_codes, to_fields, unpack_fields
 from cann_llm_quant.quant.scheme import ActivationScheme, QuantizedTensor, Scheme, scheme_for
@@ -43,19 +51,22 @@ class GptqEncoder:
     """GPTQ of one `version`; implements `layout.Encoder`.
 
     `act_order` says that linears may have columns scattered over groups (`desc_act` in the config); it must be known
-    ahead because kernels are chosen by it.
+    ahead because kernels are chosen by it. `floats` are modules in codes that are written in float, as an embedding
+    must be.
     """
 
     stem = "model"
 
-    def __init__(self, version: Version = 1, *, act_order: bool = False) -> None:
-        self.version, self.act_order = version, act_order
+    def __init__(self, version: Version = 1, *, act_order: bool = False, floats: frozenset[str] = frozenset()) -> None:
+        self.version, self.act_order, self.floats = version, act_order, floats
         self.layout = "gptq" if version == 1 else "gptq_v2"
 
     def refusal(
         self, module: str, scheme: Scheme, activations: ActivationScheme | None, shape: tuple[int, int]
     ) -> str | None:
         """Why the layout cannot hold this linear; None where it can. Zero points are looked at when encoding."""
+        if module in self.floats:
+            return None
         if shape[0] % WORD or shape[1] % WORD:
             return f"is {shape[0]} x {shape[1]}, and GPTQ packs rows and columns in runs of {WORD}"
         if scheme.group_size is not None and scheme.group_size not in GROUP_SIZES:
@@ -73,7 +84,8 @@ class GptqEncoder:
 
     def check(self, model: PackedModel) -> list[str]:
         """Warnings about what only some readers load. Raises UnsupportedError for a quantized embedding."""
-        warnings = check_linears_only("GPTQ", model)
+        warnings = left_out("GPTQ", model, self.floats)
+        model = linears_only("GPTQ", model, self.floats)
         if self.version == 1 and any(not scheme.symmetric for scheme in model.schemes.values()):
             warnings.append(
                 "GPTQModel itself takes asymmetric GPTQ version 1 only from its own exports (transformers and vLLM "
@@ -86,6 +98,8 @@ class GptqEncoder:
                 "some layers have linears in float that others have in codes: GPTQModel, vLLM and SGLang read that, "
                 "transformers not"
             )
+        if any((scheme.bits, scheme.group_size) == (4, 16) for scheme in model.schemes.values()):
+            warnings.append("GPTQModel's CPU kernel for 4 bits and vLLM's Marlin kernels take no groups of 16")
         mixed = next((group for group in model.fused() if len({model.schemes.get(m) for m in group}) > 1), None)
         if mixed:
             warnings.append(f"{' and '.join(mixed)} differ in scheme, and vLLM and SGLang load them as one matrix")
@@ -95,6 +109,8 @@ class GptqEncoder:
         self, module: str, weight: QuantizedTensor, inputs: InputQuantizer | None, bias: Tensor | None
     ) -> dict[str, Tensor]:
         """The stored tensors of one linear. Raises UnsupportedError and CheckpointError as `gptq.encode`."""
+        if module in self.floats:
+            return dense(module, weight, bias)
         assert inputs is None, "refused: GPTQ stores weights only"
         if weight.group_index is not None and not self.act_order:
             raise UnsupportedError(f"{module} has its columns scattered over groups; write it with act order")
@@ -106,6 +122,7 @@ class GptqEncoder:
 
     def files(self, model: PackedModel, tensors: Mapping[str, torch.dtype]) -> dict[str, bytes]:
         """`config.json` and `quantize_config.json`."""
+        model = linears_only("GPTQ", model, self.floats)
         section = gptq_section(model, self.layout, act_order=self.act_order)
         dtype = str(model.dtype).removeprefix("torch.")
         config = output_config(model.config, model.arch, dtype, section)

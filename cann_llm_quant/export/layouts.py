@@ -28,6 +28,7 @@ from cann_llm_quant.export.packed import open_packed, open_source
 from cann_llm_quant.export.packed_checkpoint import PackedCheckpoint
 from cann_llm_quant.export.packed_model import packed_model
 from cann_llm_quant.export.to_float import export_to_float
+from cann_llm_quant.models import arch_from_checkpoint
 from cann_llm_quant.quant.activations import InputQuantizer
 from cann_llm_quant.quant.scheme import ActivationScheme, QuantizedTensor, Scheme
 
@@ -263,12 +264,21 @@ def _native(checkpoint: Checkpoint | None, options: ExportOptions) -> Encoder:
     return NativeEncoder(checkpoint)
 
 
+def _outer(checkpoint: Checkpoint | None, *, head: bool) -> frozenset[str]:
+    """The embedding, and the head too, where a source has them in codes and the layout wants them in float."""
+    if not isinstance(checkpoint, PackedCheckpoint):
+        return frozenset()
+    arch = arch_from_checkpoint(checkpoint)
+    outer = {arch.embedding_name.removesuffix(".weight")} | ({arch.head_module} if head else set())
+    return frozenset(outer & set(checkpoint.reader.linears))
+
+
 def _gptq(version: Literal[1, 2]) -> Callable[[Checkpoint | None, ExportOptions], Encoder]:
     def make(checkpoint: Checkpoint | None, options: ExportOptions) -> Encoder:
         scattered = isinstance(checkpoint, PackedCheckpoint) and any(
             linear.scattered for linear in checkpoint.reader.linears.values()
         )
-        return GptqEncoder(version, act_order=scattered)
+        return GptqEncoder(version, act_order=scattered, floats=_outer(checkpoint, head=False))
 
     return make
 
@@ -277,7 +287,7 @@ def _gptq(version: Literal[1, 2]) -> Callable[[Checkpoint | None, ExportOptions]
 _ENCODERS: Mapping[str, Callable[[Checkpoint | None, ExportOptions], Encoder]] = {
     "compressed-tensors": _native,
     "ascend": lambda checkpoint, options: AscendEncoder(options.runtime) if options.runtime else AscendEncoder(),
-    "awq": lambda checkpoint, options: AwqEncoder(),
+    "awq": lambda checkpoint, options: AwqEncoder(floats=_outer(checkpoint, head=True)),
     "gptq": _gptq(1),
     "gptq_v2": _gptq(2),
     "mlx": lambda checkpoint, options: MlxEncoder(),

@@ -3,6 +3,7 @@ scales, and what none of them can hold.
 """
 
 from collections import Counter
+from dataclasses import replace
 
 import torch
 from jaxtyping import Float, UInt8
@@ -36,25 +37,32 @@ def nearest_bits(scheme: Scheme, bits: tuple[int, ...]) -> int:
     return min((width for width in bits if width >= scheme.bits), default=max(bits))
 
 
-def check_linears_only(layout: str, model: PackedModel) -> list[str]:
-    """A sentence on a cache format that the layout drops.
+def linears_only(layout: str, model: PackedModel, floats: frozenset[str]) -> PackedModel:
+    """The model as it is written when `floats` are dequantized.
 
-    Raises UnsupportedError for a quantized embedding, and where nothing is quantized.
+    Raises UnsupportedError for a quantized embedding that is not among them, and where nothing else is quantized.
     """
-    if not model.schemes:
-        raise UnsupportedError(
-            f"no linear is stored in codes, so there is nothing to write in {layout}; export to float"
-        )
+    kept = replace(model, schemes={module: own for module, own in model.schemes.items() if module not in floats})
+    if not kept.schemes:
+        raise UnsupportedError(f"no linear is in codes, so there is nothing to write in {layout}; export to float")
     linears = {spec.module for layer in model.arch.layers for spec in layer.linears} | {model.arch.head_module}
-    others = [module for module in model.schemes if module not in linears]
+    others = [module for module in kept.schemes if module not in linears]
     if others:
         raise UnsupportedError(
-            f"{others[0]} is quantized, and {layout} stores only linears in codes; export a model whose embedding is "
-            "in float"
+            f"{others[0]} is quantized, and {layout} stores only linears in codes; leave the embedding in float"
         )
-    if not model.kv.quantizes:
-        return []
-    return [f"{layout} cannot say how keys and values are cached; the KV cache's format is left out"]
+    return kept
+
+
+def left_out(layout: str, model: PackedModel, floats: frozenset[str]) -> list[str]:
+    """A sentence each on what a weight-only layout does not keep of this model."""
+    lost = []
+    opened = [module for module in model.schemes if module in floats]
+    if opened:
+        lost.append(f"written in float, where {layout}'s readers take no codes: {', '.join(opened)}")
+    if model.kv.quantizes:
+        lost.append(f"{layout} cannot say how keys and values are cached; the KV cache's format is left out")
+    return lost
 
 
 def zero_fields(weight: QuantizedTensor) -> UInt8[Tensor, "out groups"]:
@@ -74,6 +82,12 @@ def half_precision(name: str, tensor: Float[Tensor, "..."]) -> Float[Tensor, "..
             f"{name} holds {float(tensor.abs().amax()):g}, beyond float16, which the layout stores; export to another"
         )
     return halves
+
+
+def dense(module: str, weight: QuantizedTensor, bias: Tensor | None) -> dict[str, Tensor]:
+    """The stored tensors of a module that is written in float, in the type of its scales."""
+    tensors = {"weight": weight.dequantize(weight.scale.dtype)} | ({} if bias is None else {"bias": bias})
+    return {f"{module}.{suffix}": tensor for suffix, tensor in tensors.items()}
 
 
 def most_common(schemes: dict[str, Scheme]) -> Scheme:

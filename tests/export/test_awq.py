@@ -209,7 +209,7 @@ def test_a_folder_names_its_float_linears_and_reads_back(tmp_path: Path) -> None
     [
         (lambda module: scheme_for(4, 16 if "q_proj" in module else 32, True), "AWQ has one size for all"),
         (lambda module: scheme_for(4, 32, True), "lm_head is quantized, and AWQ's loaders take the output head in"),
-        (lambda module: None, "no linear is stored in codes"),
+        (lambda module: None, "no linear is in codes"),
     ],
 )
 def test_models_that_no_loader_takes_are_refused(tmp_path: Path, scheme_of: object, message: str) -> None:

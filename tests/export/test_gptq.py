@@ -1,6 +1,7 @@
 """GPTQ's layout against a literal reading of its definition, word by word, and against its published words."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -346,3 +347,21 @@ def test_asymmetric_version_1_and_divided_fusion_groups_are_warned_of(tmp_path: 
     assert any("gate_proj and model.layers.0.mlp.up_proj differ in scheme" in text for text in encoder.check(model))
     stored = load_file(tmp_path / "out" / "model.safetensors")
     assert "lm_head.weight" in stored
+
+
+def test_an_embedding_in_codes_becomes_float(tmp_path: Path) -> None:
+    source = save_tiny(tmp_path / "float")
+    embedding = "model.embed_tokens"
+    model, _ = save_encoded(source, tmp_path / "out", GptqEncoder(2), lambda module: scheme_for(4, 32, True))
+    model = replace(model, schemes={**model.schemes, embedding: scheme_for(8, -1, True)})
+    with pytest.raises(UnsupportedError, match=r"model\.embed_tokens is quantized, and GPTQ stores only linears in"):
+        GptqEncoder(2).check(model)
+    encoder = GptqEncoder(2, floats=frozenset({embedding}))
+    assert encoder.check(model) == ["written in float, where GPTQ's readers take no codes: model.embed_tokens"]
+    assert encoder.refusal(embedding, model.schemes[embedding], None, (128, 64)) is None
+    weight = random_weight(scheme_for(8, -1, True), 128, 64)
+    stored = encoder.encode(embedding, weight, None, None)
+    assert list(stored) == [f"{embedding}.weight"]
+    assert torch.equal(stored[f"{embedding}.weight"], weight.dequantize(torch.float16))
+    section = json.loads(encoder.files(model, {})["quantize_config.json"])
+    assert (section["bits"], section["dynamic"]) == (4, {})
