@@ -17,6 +17,7 @@ import torch
 
 from cann_llm_quant.checkpoint.base import Checkpoint
 from cann_llm_quant.checkpoint.hub import locate
+from cann_llm_quant.export.kv_cache import kv_plan
 from cann_llm_quant.export.packed import open_source
 from cann_llm_quant.export.packed_checkpoint import PackedCheckpoint
 from cann_llm_quant.export.verify_config import check_config, check_description, check_documents, check_ignored
@@ -129,6 +130,7 @@ def _examine_config(result: Verification, ours: Checkpoint) -> Arch | None:
     with findings.caught(f"{inner.path}/config.json"):
         arch = arch_from_checkpoint(ours)
         check_ignored(inner, arch, findings)
+        kv_plan(ours)  # refuses scales that are missing, damaged or of no layer
     result.stages.append("config")
     return arch
 

@@ -26,6 +26,7 @@ from cann_llm_quant.quant.scheme import MXFP4, ActivationScheme, Scheme
 
 Q = "model.layers.0.self_attn.q_proj"
 DOWN = "model.layers.1.mlp.down_proj"
+GOLDEN = Path(__file__).resolve().parents[1] / "data/goldens/llm_compressor/w4a16-asym-kv8"
 GATES = [f"model.layers.{layer}.mlp.gate_proj" for layer in (0, 1)]
 INT4 = Scheme("int4", True, "group", 32)
 
@@ -313,6 +314,19 @@ def test_c25_a_description_that_lacks_a_tensor_is_noticed(tmp_path: Path, tiny: 
     assert any(f"lacks 1 stored tensors: {Q}.weight" in line for line in lines)
     assert any("names 1 tensors that no file holds: model.x.weight" in line for line in lines)
     assert any("'../r.safetensors'" in line for line in lines)
+
+
+@pytest.mark.parametrize("spelling", ["k_scale", "attn.k_scale"])
+def test_c39_a_layer_without_its_cache_scale_is_noticed(tmp_path: Path, spelling: str) -> None:
+    shutil.copytree(GOLDEN, tmp_path / "m")
+    assert faults(verify(str(GOLDEN))) == []
+    tensors = load_file(GOLDEN / "model.safetensors")
+    tensors[f"model.layers.0.self_attn.{spelling}"] = tensors.pop("model.layers.0.self_attn.k_scale")
+    save_file(tensors, tmp_path / "m" / "model.safetensors", metadata={"format": "pt"})
+    assert faults(verify(str(tmp_path / "m"))) == []
+    del tensors[f"model.layers.0.self_attn.{spelling}"]
+    save_file(tensors, tmp_path / "m" / "model.safetensors", metadata={"format": "pt"})
+    only(verify(str(tmp_path / "m")), "1 KV scales for 1 layers", "layer 0 has no k_scale")
 
 
 def test_another_model_is_one_fault(out: Path, tmp_path: Path) -> None:
