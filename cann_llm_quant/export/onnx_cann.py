@@ -11,9 +11,10 @@ The operator is NPUWeightQuantBatchMatmulV2 (CANN's own, under the standard doma
     bias              [n], float32 beside bfloat16
     attributes        antiquant_group_size (0: none), dtype (-1: that of x)
 
-Between offset and bias the operator takes quant_scale and quant_offset, which stay empty. Groups are multiples
-of 32 below k. Codes of 2 and 3 bits lie in 4, those of 5 and 6 in 8, as do 4-bit ones where 8 does not divide n. The
-parser takes graphs of one operator set only, and the last that all operators used here are registered for is 17.
+Between offset and bias the operator takes quant_scale and quant_offset, which stay empty. Groups are multiples of 32
+below k. Codes of 2 and 3 bits lie in 4; those of 5 and 6 in 8, and so do fp4's values doubled, and 4-bit codes where 8
+does not divide n. The parser takes graphs of one operator set only, and the last that all operators used here are
+registered for is 17.
 """
 
 import re
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from cann_llm_quant.errors import UsageError
 from cann_llm_quant.export.layout import PackedModel
-from cann_llm_quant.export.onnx_dialect import StoredMatrix, by_group, describe_linear
+from cann_llm_quant.export.onnx_dialect import StoredMatrix, as_integers, by_group, describe_linear
 from cann_llm_quant.export.onnx_graph import Graph
 from cann_llm_quant.quant.activations import InputQuantizer
 from cann_llm_quant.quant.bit_stream import pack_fields
@@ -62,7 +63,7 @@ class CannDialect:
         self, module: str, scheme: Scheme, activations: ActivationScheme | None, shape: tuple[int, int]
     ) -> str | None:
         """Integers in groups that the operator takes, of a size that it takes."""
-        if not scheme.is_integer:
+        if scheme.dtype == "fp8_e4m3":
             return f"is of small floats, and {OPERATOR} takes integer weights only"
         if max(shape) > _LARGEST_SIDE:
             return f"has {max(shape)} rows or columns, and {OPERATOR} takes up to {_LARGEST_SIDE}; keep it in float"
@@ -90,8 +91,8 @@ class CannDialect:
         found = []
         if model.activations:
             found.append("inputs stay in float: this operator quantizes weights only")
-        if {scheme.bits for scheme in model.schemes.values()} & {2, 3, 5, 6}:
-            found.append(f"codes of 2 and 3 bits take 4, those of 5 and 6 take 8: {OPERATOR} knows no others")
+        if any(scheme.bits in (2, 3, 5, 6) or not scheme.is_integer for scheme in model.schemes.values()):
+            found.append(f"codes of 2 and 3 bits take 4, those of 5 and 6 and fp4 take 8: {OPERATOR} knows no others")
         if any(layer.moe is not None for layer in model.arch.layers):
             found.append("every expert sees every token, since sizes that depend on data do not compile well")
         return found
@@ -107,7 +108,7 @@ class CannDialect:
         table: bool = False,
     ) -> StoredMatrix:
         """The transposed codes; packed to int32 where 4 bits hold them, 8 divides the rows and none is looked up."""
-        weight, order = by_group(weight)
+        weight, order = by_group(as_integers(weight))
         out, columns = weight.shape
         bits = 4 if weight.scheme.bits <= 4 and out % 8 == 0 and not table else 8
         width = weight.scheme.columns_per_scale(columns)

@@ -5,7 +5,7 @@ share the embedding's codes. The rest of the graph is of standard operators and 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -15,6 +15,7 @@ from cann_llm_quant.errors import CheckpointError
 from cann_llm_quant.export.layout import PackedModel
 from cann_llm_quant.export.onnx_graph import Graph
 from cann_llm_quant.quant.activations import InputQuantizer
+from cann_llm_quant.quant.number_formats import to_values
 from cann_llm_quant.quant.scheme import ActivationScheme, QuantizedTensor, Scheme
 
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -124,6 +125,14 @@ class Dialect(Protocol):
 def power_of_two_part(width: int) -> int:
     """The largest power of two that divides `width`, at most 256."""
     return min(width & -width, _LARGEST_BLOCK)
+
+
+def as_integers(weight: QuantizedTensor) -> QuantizedTensor:
+    """fp4_e2m1 as integers, other types as they are: twice its values 0, 0.5, 1, 1.5, 2, 3, 4, 6 are whole."""
+    if weight.scheme.dtype != "fp4_e2m1":
+        return weight
+    codes = to_values(weight.codes, "fp4_e2m1").mul_(2).to(torch.int8)
+    return QuantizedTensor(codes, weight.scale / 2, None, replace(weight.scheme, dtype="int8", scale_type="float"))
 
 
 def by_group(weight: QuantizedTensor) -> tuple[QuantizedTensor, Tensor | None]:

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from cann_llm_quant import __version__
+from cann_llm_quant.checkpoint.base import TensorInfo
 from cann_llm_quant.checkpoint.gguf_folder import OutputFolder
 from cann_llm_quant.checkpoint.journal import disk_errors
 from cann_llm_quant.errors import UnsupportedError, UsageError
@@ -30,6 +31,7 @@ from cann_llm_quant.export.onnx_file import model_bytes, require_onnx
 from cann_llm_quant.export.onnx_graph import DATA_FILE, DataFile, Graph
 from cann_llm_quant.export.onnx_linears import Quantized
 from cann_llm_quant.export.onnx_ort import OrtDialect
+from cann_llm_quant.models.arch_reader import unclaimed
 
 MODEL_FILE = "model.onnx"
 MARKER_FILE = "export.json"
@@ -87,7 +89,7 @@ def export_onnx(
         files["config.json"] = json_bytes(output_config(model.config, model.arch, name, None))
         files[MARKER_FILE] = json_bytes({"tool": "cann-llm-quant", "tool_version": __version__} | origin)
         path = folder.publish(files | {"SHA256SUMS": _sums(files, data)})
-    return WrittenOnnx(path, len(graph.nodes), data.size, tuple(_warnings(model, way)))
+    return WrittenOnnx(path, len(graph.nodes), data.size, tuple(_warnings(model, way, checkpoint.tensors)))
 
 
 def check_linears(model: PackedModel, dialect: Dialect) -> None:
@@ -109,8 +111,11 @@ def _dtype(dialect: Dialect, name: str | None) -> torch.dtype:
     return DTYPES[name]
 
 
-def _warnings(model: PackedModel, dialect: Dialect) -> list[str]:
+def _warnings(model: PackedModel, dialect: Dialect, names: Mapping[str, TensorInfo]) -> list[str]:
     found = dialect.check(model)
+    left_out = [name for name in unclaimed(model.arch, names) if name != f"{model.arch.head_module}.weight"]
+    if left_out:
+        found.append(f"{len(left_out)} tensors that the decoder does not read are left out: {left_out[0]}, ...")
     if model.kv_cache.layers:
         found.append("the cache is of floats: ONNX graphs take and give keys and values as they are multiplied")
     return found

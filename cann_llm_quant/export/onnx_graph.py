@@ -32,6 +32,7 @@ ELEMENT_TYPES: Mapping[torch.dtype, int] = {
     torch.bool: 9,
     torch.float16: 10,
     torch.bfloat16: 16,
+    torch.float8_e4m3fn: 17,
 }
 INT4 = 22
 
@@ -100,6 +101,12 @@ class DataFile:
 def as_bytes(tensor: Tensor) -> Tensor:
     """The memory of a tensor, row by row, as a uint8 vector."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _is_finite(values: Tensor) -> bool:
+    """Whether no number is NaN or infinite; NaN spreads to both extremes."""
+    low, high = torch.aminmax(values)
+    return bool(low.isfinite() & high.isfinite())
 
 
 class Graph:
@@ -207,7 +214,7 @@ class Graph:
             return
         for part in torch.split(tensor.reshape(-1), BLOCK_ELEMENTS):
             rounded = part.to(dtype)
-            if dtype.is_floating_point and not bool(rounded.isfinite().all()):
+            if dtype.is_floating_point and rounded.numel() and not _is_finite(rounded):
                 raise CheckpointError(
                     f"{name} holds numbers beyond {str(dtype).removeprefix('torch.')} (or NaN); export with fp32"
                 )

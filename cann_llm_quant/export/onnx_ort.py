@@ -4,13 +4,14 @@
     nbits     com.microsoft             B uint8 [out, blocks, block * b / 8],         groups that blocks of 16, 32, …
               MatMulNBits               scales [out, blocks], zero points             256 columns divide
     blocks    DequantizeLinear, Gemm    int4 or int8 [out, in], scales [out, groups]  all other groups
+    float8    the same                  float8 [out, in], scales [out, groups]        fp8_e4m3
     integers  MatMulInteger             uint8 [in, out], one zero point of 128        int8 rows by int8 inputs
 
 Fields of `nbits` are `code + 2^(b-1)`, lowest bits first along a row, b in 2, 4 and 8; its zero points have the same
 offset and are packed along the blocks. A group becomes the blocks that it divides into, each with the group's scale, so
 that nothing is rounded: a row of its own scale has blocks of up to 256. Codes of 3 bits lie in 4, those of 5 and 6 in
-8; DequantizeLinear has blocks since version 21 of the standard operators. (The operators' documentation: ONNX Runtime's
-docs/ContribOperators.md, ONNX's docs/Operators.md.)
+8, fp4's values doubled in 8. DequantizeLinear has blocks since version 21 of the standard operators. (The operators'
+documentation: ONNX Runtime's docs/ContribOperators.md, ONNX's docs/Operators.md.)
 
 Both sides of MatMulInteger are unsigned: signed ones saturate in 16 bits on x86 processors without VNNI.
 """
@@ -24,7 +25,13 @@ from torch.nn import functional
 
 from cann_llm_quant.export import onnx_inputs
 from cann_llm_quant.export.layout import PackedModel
-from cann_llm_quant.export.onnx_dialect import StoredMatrix, by_group, describe_linear, power_of_two_part
+from cann_llm_quant.export.onnx_dialect import (
+    StoredMatrix,
+    as_integers,
+    by_group,
+    describe_linear,
+    power_of_two_part,
+)
 from cann_llm_quant.export.onnx_graph import Graph
 from cann_llm_quant.export.onnx_inputs import WIDE, QuantizedNodes
 from cann_llm_quant.quant.activations import InputQuantizer
@@ -33,7 +40,6 @@ from cann_llm_quant.quant.scheme import (
     ActivationScheme,
     QuantizedTensor,
     Scheme,
-    largest_fitting_group,
     row_scales,
 )
 
@@ -60,22 +66,22 @@ class OrtDialect:
     def refusal(
         self, module: str, scheme: Scheme, activations: ActivationScheme | None, shape: tuple[int, int]
     ) -> str | None:
-        """Only integers can be held."""
-        if not scheme.is_integer:
-            return "is of small floats, and ONNX Runtime has operators for integer weights only"
+        """Every scheme can be held."""
         return None
 
     def nearest(self, scheme: Scheme, shape: tuple[int, int]) -> Scheme | None:
-        """int8 by row for 8-bit floats, int4 in groups of 32 or fewer for 4-bit ones."""
-        group = largest_fitting_group(shape[1], 32)
-        if scheme.bits == 8 or group is None:
-            return Scheme("int8", True, "channel", None)
-        return Scheme("int4", True, "group", group)
+        """None is needed."""
+        return None
 
     def check(self, model: PackedModel) -> list[str]:
-        """Types that become wider, inputs that stay in float."""
+        """Types that become wider or slow, inputs that stay in float."""
         found = []
-        wider = sorted({scheme.bits for scheme in model.schemes.values()} & {3, 5, 6})
+        types = {scheme.dtype for scheme in model.schemes.values()}
+        if "fp4_e2m1" in types:
+            found.append("fp4 codes take 8 bits: ONNX Runtime multiplies by integers")
+        if "fp8_e4m3" in types:
+            found.append("float8 weights are dequantized whole in every step: ONNX Runtime does not multiply by them")
+        wider = sorted({scheme.bits for scheme in model.schemes.values() if scheme.is_integer} & {3, 5, 6})
         if wider:
             held = ", ".join(f"{bits}-bit codes take {_stored_bits(bits)} bits" for bits in wider)
             found.append(f"{held}: ONNX Runtime multiplies by 2, 4 and 8 bits only")
@@ -94,13 +100,13 @@ class OrtDialect:
         table: bool = False,
     ) -> StoredMatrix:
         """As `integers` or `nbits`; as `blocks` where no block fits or no contributed operator may be used."""
-        weight, order = by_group(weight)
+        weight, order = by_group(as_integers(weight))
         if inputs is not None and _multiplies_integers(weight, inputs):
             return _store_integers(graph, name, weight)
         columns = "" if order is None else graph.constant(f"{name}.columns", order)
         width = weight.scheme.columns_per_scale(weight.shape[1])
         block = _block_of(weight.scheme, width)
-        if self.contrib and block >= SMALLEST_BLOCK:
+        if self.contrib and block >= SMALLEST_BLOCK and weight.scheme.is_integer:
             return _store_nbits(graph, name, weight, block, dtype, columns)
         bits = 4 if weight.scheme.bits <= 4 and not table else 8
         return _store_blocks(graph, name, weight, width, bits, dtype, columns)
@@ -137,6 +143,8 @@ class OrtDialect:
 
     def lookup(self, graph: Graph, ids: str, matrix: StoredMatrix, dtype: torch.dtype) -> str:
         """Gathered codes less their zero points, times their scales, without what fills the last block."""
+        if matrix.form == "float8":
+            return graph.op("Gather", _dequantized(graph, matrix), ids)
         found = {part: graph.op("Gather", name, ids) for part, name in matrix.parts.items()}
         codes = graph.cast(found["codes"], WIDE)
         if matrix.form == "nbits":
@@ -227,7 +235,8 @@ def _store_blocks(
     if weight.zero_point is not None:
         zeros = weight.zero_point.expand(out, -1)
         parts["zero_points"] = _integers(graph, f"{name}.zero_points", zeros, bits)
-    return StoredMatrix(name, "blocks", weight.shape, bits, width, parts, columns)
+    form = "blocks" if weight.scheme.is_integer else "float8"
+    return StoredMatrix(name, form, weight.shape, bits, width, parts, columns)
 
 
 def _multiplies_integers(weight: QuantizedTensor, inputs: InputQuantizer) -> bool:

@@ -24,15 +24,15 @@ from cann_llm_quant.errors import UnsupportedError, UsageError
 from cann_llm_quant.export.onnx_cann import COMMAND_FILE, OPERATOR, CannDialect, pack_columns
 from cann_llm_quant.export.onnx_file import model_bytes
 from cann_llm_quant.export.onnx_graph import DATA_FILE, ELEMENT_TYPES, DataFile, Graph, Value
-from cann_llm_quant.quant.scheme import ActivationScheme, QuantizedTensor, Scheme
+from cann_llm_quant.quant.rtn import solve
+from cann_llm_quant.quant.scheme import MXFP4, ActivationScheme, QuantizedTensor, Scheme
 
 CANN = CannDialect()
 
 
-def test_golden_words_are_two_s_complement_with_the_first_column_lowest() -> None:
-    codes = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1]], dtype=torch.int8)
-    words = pack_columns(codes)
-    assert [word & 0xFFFFFFFF for word in words[0].tolist()] == [0x76543210, 0xFEDCBA98]
+def test_c19_words_are_two_s_complement_with_the_first_column_lowest() -> None:
+    words = pack_columns(torch.arange(-8, 8, dtype=torch.int8).view(1, 16))
+    assert [word & 0xFFFFFFFF for word in words[0].tolist()] == [0xFEDCBA98, 0x76543210]
 
 
 @given(rows=st.integers(1, 9), words=st.integers(1, 4), seed=st.integers(0, 99))
@@ -58,6 +58,8 @@ def run(folder: Path, build: Any, feeds: dict[str, np.ndarray]) -> tuple[np.ndar
 
 def random_weight(out: int, columns: int, scheme: Scheme) -> QuantizedTensor:
     w = torch.randn(out, columns, generator=torch.Generator().manual_seed(1)) + 0.1
+    if not scheme.is_integer:
+        return solve(w, scheme, torch.float16)
     weight = round_weight(w, scheme)
     return QuantizedTensor(weight.codes, weight.scale.to(torch.float16), weight.zero_point, scheme)
 
@@ -68,6 +70,7 @@ SCHEMES = [
     Scheme("int4", False, "channel", None),
     Scheme("int8", False, "channel", None),
     Scheme("int8", True, "channel", None),
+    MXFP4,
 ]
 
 
@@ -84,17 +87,17 @@ def test_products_are_exact(tmp_path: Path, scheme: Scheme, out: int) -> None:
         return CANN.product(graph, "x", matrix, None, bias, torch.float16)
 
     y, graph = run(tmp_path, build, {"x": x})
-    expected = x.astype(np.float64) @ weight.dequantize(torch.float64).numpy().T + bias.numpy()
+    expected = x.astype(np.float64) @ weight.dequantize().double().numpy().T + bias.numpy()
     assert np.allclose(y, expected, rtol=2**-10, atol=2**-10)
     (node,) = (node for node in graph.nodes if node.kind == OPERATOR)
     assert len(node.inputs) == 7
     assert node.inputs[4:6] == ("", "")
     assert bool(node.inputs[3]) != scheme.symmetric
-    packed = scheme.bits <= 4 and out == 16
+    packed = scheme.is_integer and scheme.bits <= 4 and out == 16
     assert graph.initializers["w.codes"].value.shape == ((96, 2) if packed else (96, out))
 
 
-def test_scattered_columns_are_gathered_first(tmp_path: Path) -> None:
+def test_c20_scattered_columns_are_gathered_first(tmp_path: Path) -> None:
     plain = random_weight(8, 64, Scheme("int4", False, "group", 32))
     index = torch.randperm(64, generator=torch.Generator().manual_seed(5)).to(torch.int32) // 32
     weight = QuantizedTensor(plain.codes, plain.scale, plain.zero_point, plain.scheme, group_index=index)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ pytest.importorskip("onnxruntime")
 
 import onnx
 from onnx_runs import OrtRun, export, random_ids, reference, save_quantized
+from safetensors.torch import load_file, save_file
 
 from cann_llm_quant.errors import CheckpointError, UnsupportedError, UsageError
 from cann_llm_quant.export.native_reader import open_native
@@ -41,7 +43,7 @@ def exported(packed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return export(packed, tmp_path_factory.mktemp("exported") / "onnx").path
 
 
-def test_files_are_all_there_and_sum_up(packed: Path, exported: Path) -> None:
+def test_c31_files_are_all_there_and_sum_up(packed: Path, exported: Path) -> None:
     names = {path.name for path in exported.iterdir()}
     assert {"model.onnx", "model.onnx.data", "config.json", "export.json", "SHA256SUMS", "tokenizer.json"} <= names
     for line in (exported / "SHA256SUMS").read_text(encoding="utf-8").splitlines():
@@ -72,7 +74,7 @@ def test_weights_lie_outside_the_model_one_after_another(exported: Path) -> None
     assert (exported / "model.onnx").stat().st_size < 64_000
 
 
-def test_a_tied_head_reads_the_embedding_s_constant(exported: Path) -> None:
+def test_c21_a_tied_head_reads_the_embedding_s_constant(exported: Path) -> None:
     graph = onnx.load(exported / "model.onnx", load_external_data=False).graph
     wide = [tensor.name for tensor in graph.initializer if 1000 in tensor.dims]
     assert wide == ["model.embed_tokens.weight"]
@@ -201,6 +203,14 @@ def test_one_matrix_is_held_at_a_time(packed: Path, tmp_path: Path) -> None:
     assert most == 1
 
 
+def test_c29_tensors_that_no_decoder_reads_are_reported(packed: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(packed, tmp_path / "packed")
+    tensors = load_file(source / "model.safetensors") | {"model.mtp.0.norm.weight": torch.ones(4)}
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    (warning,) = export(source, tmp_path / "onnx").warnings
+    assert warning == "1 tensors that the decoder does not read are left out: model.mtp.0.norm.weight, ..."
+
+
 def test_options_that_cannot_be_are_refused(packed: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="unknown ONNX dialect 'tensorrt'; choose ort or cann"):
         dialect_of("tensorrt")
@@ -208,5 +218,5 @@ def test_options_that_cannot_be_are_refused(packed: Path, tmp_path: Path) -> Non
         export(packed, tmp_path / "onnx", CannDialect(), dtype="fp32")
     floats = save_quantized(tmp_path, "llama", Scheme("fp8_e4m3", True, "channel", None), num_hidden_layers=1)
     with pytest.raises(UnsupportedError, match=r"_proj \(fp8_e4m3-channel\) is of small floats.*--requantize"):
-        export(floats, tmp_path / "onnx")
+        export(floats, tmp_path / "onnx", "cann")
     assert not list(tmp_path.glob("onnx*"))
