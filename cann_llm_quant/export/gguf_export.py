@@ -1,14 +1,14 @@
 """A quantized model as one GGUF file, `model-<TYPE>.gguf`, with the tokenizer's files beside it.
 
-Codes are stored as they are (`gguf_blocks`), everything else in `float_type`, and one tensor is in memory at a time, of
-experts one expert. `export.json` beside the file says where it comes from, and that `--overwrite` may replace the
-folder.
+Codes are stored as they are (`gguf_blocks`), everything else in `float_type`. One matrix of the source is in memory at
+a time, and of what is made of it some rows. `export.json` beside the file says where it comes from, and that
+`--overwrite` may replace the folder.
 """
 
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -20,9 +20,11 @@ from torch import Tensor
 from cann_llm_quant import __version__
 from cann_llm_quant.checkpoint.base import Checkpoint
 from cann_llm_quant.checkpoint.companion_tokenizer import tokenizer_of
+from cann_llm_quant.checkpoint.files import parse_json_object
 from cann_llm_quant.checkpoint.gguf_folder import OutputFolder
 from cann_llm_quant.checkpoint.gguf_writer import GgufWriter, TensorEntry, WrittenFile
 from cann_llm_quant.checkpoint.journal import disk_errors
+from cann_llm_quant.checkpoint.output_place import check_output
 from cann_llm_quant.errors import CheckpointError, UnsupportedError
 from cann_llm_quant.export.gguf_blocks import SCHEMES, encode
 from cann_llm_quant.export.gguf_metadata import architecture_metadata, main_kind
@@ -34,6 +36,7 @@ from cann_llm_quant.quant.scheme import QuantizedTensor
 
 FloatType = Literal["F16", "BF16", "F32"]
 MARKER = "export.json"
+ROWS = 8192
 _DTYPES = {kind: dtype for dtype, kind in FLOAT_KINDS.items()}
 
 
@@ -92,6 +95,7 @@ def export_gguf(
     Raises UnsupportedError for what GGUF cannot hold, before any work; UsageError and ResumeError as `OutputFolder`
     does; CheckpointError for numbers that the file's types cannot hold.
     """
+    check_output(out, overwrite=overwrite, sources=[checkpoint.path])
     plan = plan_gguf(checkpoint, model, float_type, tokenizer=tokenizer)
     origin = {"layout": "gguf", "source": checkpoint.fingerprint(), "float_type": float_type, "tokenizer": tokenizer}
     with OutputFolder.open(out, run=origin, overwrite=overwrite, sources=[checkpoint.path]) as folder:
@@ -144,7 +148,8 @@ def _refuse(model: PackedModel) -> None:
 def _end_ids(checkpoint: Checkpoint) -> list[int]:
     """Tokens that end a text, by the generation config where it says so, else by the model's."""
     content = checkpoint.companion_files().get("generation_config.json")
-    said = json.loads(content).get("eos_token_id") if content is not None else None
+    name = checkpoint.path / "generation_config.json"
+    said = parse_json_object(content, name).get("eos_token_id") if content is not None else None
     ends = checkpoint.config.get("eos_token_id") if said is None else said
     if ends is None:
         return []
@@ -160,31 +165,46 @@ def _write(plan: GgufPlan, checkpoint: Checkpoint, folder: Path, progress: Calla
 
 
 def _rows(planned: Planned, checkpoint: Checkpoint) -> Iterator[Shaped[Tensor, "..."]]:
-    """The tensor's data, one source after the other."""
-    kind = planned.entry.kind
+    """The tensor's data, some rows at a time, one source after the other."""
     if planned.value is not None:
         yield planned.value
     for source in planned.sources:
-        if kind in SCHEMES:
-            module = source.removesuffix(".weight")
-            weight = checkpoint.quantized(module) if isinstance(checkpoint, PackedSource) else None
-            assert weight is not None, f"{module} is planned in codes"
-            data: Tensor = encode(module, weight)
+        blocks = _encoded(source, checkpoint, planned.entry.kind)
+        if planned.interleaved_heads is None:
+            yield from blocks
         else:
-            data = _cast(source, checkpoint.load(source), _DTYPES[kind])
-        yield _interleaved(data, planned.interleaved_heads).contiguous()
+            yield interleaved(torch.cat(list(blocks)), planned.interleaved_heads)
 
 
-def _interleaved(data: Shaped[Tensor, "out *rest"], heads: int | None) -> Shaped[Tensor, "out *rest"]:
+def _encoded(source: str, checkpoint: Checkpoint, kind: Kind) -> Iterator[Shaped[Tensor, "..."]]:
+    """One stored tensor in the file's type, in blocks of rows: an embedding and what is made of it are large."""
+    if kind not in SCHEMES:
+        for rows in torch.split(checkpoint.load(source), ROWS):
+            yield _cast(source, rows, _DTYPES[kind]).contiguous()
+        return
+    module = source.removesuffix(".weight")
+    weight = checkpoint.quantized(module) if isinstance(checkpoint, PackedSource) else None
+    assert weight is not None, f"{module} is planned in codes"
+    for start in range(0, weight.shape[0], ROWS):
+        yield encode(module, _some_rows(weight, start))
+
+
+def _some_rows(weight: QuantizedTensor, start: int) -> QuantizedTensor:
+    block = slice(start, start + ROWS)
+    each = len(weight.scale) > 1
+    zeros = weight.zero_point[block] if weight.zero_point is not None and each else weight.zero_point
+    scale = weight.scale[block] if each else weight.scale
+    return replace(weight, codes=weight.codes[block], scale=scale, zero_point=zeros)
+
+
+def interleaved(data: Shaped[Tensor, "out *rest"], heads: int) -> Shaped[Tensor, "out *rest"]:
     """Rows (head, half, i) of a matrix or vector put at (head, i, half)."""
-    if heads is None:
-        return data
     return data.view(heads, 2, len(data) // heads // 2, -1).transpose(1, 2).reshape(data.shape)
 
 
 def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     cast = tensor.to(dtype)
-    if not bool(cast.isfinite().all()):
+    if not all(bool(end.isfinite()) for end in torch.aminmax(cast)):  # NaN is either end of what it is among
         kind = str(dtype).removeprefix("torch.")
         raise CheckpointError(
             f"{name} has numbers that {kind} cannot hold; choose another type for floats, such as F32"
