@@ -48,8 +48,7 @@ def load_description(folder: Path) -> Description:
     Raises CheckpointError when there is none, or several, or it is damaged; UnsupportedError for another version and
     for features that change what the weights mean.
     """
-    stem = FILE_NAME.removesuffix(".json")
-    names = [name for name in file_names(folder) if name.startswith(stem) and name.endswith(".json")]
+    names = _descriptions(folder)
     if len(names) != 1:
         found = f"holds {len(names)} of them ({', '.join(names)})" if names else "has none"
         raise CheckpointError(f"{folder} {found}: an Ascend model has one {FILE_NAME}; restore it")
@@ -65,6 +64,11 @@ def load_description(folder: Path) -> Description:
             f"{path}: a KV cache of type {min(map(str, kv_types))} is not known; this reads {KV_TYPE}"
         )
     return Description(path, _types(document), _is_packed(path, document), group_size, bool(kv_types))
+
+
+def is_described(folder: Path) -> bool:
+    """Whether a folder holds a description, so that it is a model in this layout."""
+    return folder.is_dir() and bool(_descriptions(folder))
 
 
 def check_names(description: Description, stored: Iterable[str], head: str | None) -> None:
@@ -85,6 +89,12 @@ def check_names(description: Description, stored: Iterable[str], head: str | Non
             f"{description.path} does not name {min(unnamed)}, which the weight files hold{_more(unnamed)}; "
             "runtimes fail on tensors without a type"
         )
+
+
+def _descriptions(folder: Path) -> list[str]:
+    """Other savers of msModelSlim append the type: quant_model_description_w8a8.json."""
+    stem = FILE_NAME.removesuffix(".json")
+    return [name for name in file_names(folder) if name.startswith(stem) and name.endswith(".json")]
 
 
 def _more(names: list[str]) -> str:

@@ -25,7 +25,7 @@ _STATIC = ("tensor", "head", "channel")
 _HEAD_DIM = 128
 
 
-def is_kv_tensor(name: str) -> bool:
+def is_c8_tensor(name: str) -> bool:
     """Whether a tensor of this name is a scale or an offset of the cache."""
     return _NAME.fullmatch(name) is not None
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from cann_llm_quant.checkpoint.base import Checkpoint, TensorInfo
 from cann_llm_quant.errors import CheckpointError, UnsupportedError
 from cann_llm_quant.export.ascend_description import FILE_NAME, Description, check_names, load_description
-from cann_llm_quant.export.ascend_kv import is_kv_tensor, read_kv
+from cann_llm_quant.export.ascend_kv import read_kv
 from cann_llm_quant.export.ascend_shapes import check_tensors, matrix_shape
 from cann_llm_quant.export.ascend_targets import is_expert
 from cann_llm_quant.export.ascend_types import SUFFIXES, TYPES, AscendType, decode_linear
@@ -68,10 +68,6 @@ class AscendReader:
     def kv_scales(self) -> tuple[KvScales, ...]:
         """The cache's scales, `[heads, 1, head_dim]` a side, layer by layer; empty where the cache is float."""
         return self._kv_scales
-
-    def hidden(self) -> frozenset[str]:
-        """Stored tensors that are no part of a linear and no weight either: those of the KV cache."""
-        return frozenset(filter(is_kv_tensor, self._checkpoint.tensors))
 
     def _linear_types(self) -> dict[str, AscendType]:
         found: dict[str, AscendType] = {}

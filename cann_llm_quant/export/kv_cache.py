@@ -8,6 +8,7 @@ from cann_llm_quant.checkpoint.base import Checkpoint
 from cann_llm_quant.checkpoint.companion_tokenizer import tokenizer_of
 from cann_llm_quant.checkpoint.files import read_bytes
 from cann_llm_quant.errors import CheckpointError, UsageError
+from cann_llm_quant.export.ascend_reader import AscendReader
 from cann_llm_quant.export.inference_config import FILE_NAME
 from cann_llm_quant.export.kv_scales import applied_scales, check_shapes, parse_scales, stored_scales
 from cann_llm_quant.export.kv_section import SCALES_FILE, KvCache
@@ -76,6 +77,8 @@ def _native_plan(checkpoint: PackedCheckpoint[Any], arch: Arch) -> KvPlan:
 
 def _native_scales(checkpoint: PackedCheckpoint[Any], section: KvCache, arch: Arch) -> tuple[KvScales, ...]:
     num_layers, accepted = arch.num_layers, section.given_scale == 1.0
+    if isinstance(checkpoint.reader, AscendReader):
+        return checkpoint.reader.kv_scales()
     if section.scales is None:
         return (KvScales(),) * num_layers
     if section.scales == "model":

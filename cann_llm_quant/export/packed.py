@@ -23,7 +23,7 @@ from cann_llm_quant.checkpoint.gguf_reader import GgufCheckpoint
 from cann_llm_quant.checkpoint.hub import locate
 from cann_llm_quant.checkpoint.source_quant import is_quantized_tensor, quantization_method, refuse_quantized
 from cann_llm_quant.errors import UnsupportedError
-from cann_llm_quant.export.ascend_description import FILE_NAME as ASCEND_DESCRIPTION
+from cann_llm_quant.export.ascend_description import is_described
 from cann_llm_quant.export.ascend_reader import AscendReader
 from cann_llm_quant.export.awq_reader import AwqReader
 from cann_llm_quant.export.compressed_tensors_reader import CompressedTensorsReader
@@ -89,7 +89,7 @@ def reader_of(checkpoint: Checkpoint) -> Reader | None:
     if isinstance(checkpoint, GgufCheckpoint):
         gguf = GgufReader(checkpoint)
         return gguf if gguf.linears else None
-    if ASCEND_DESCRIPTION in file_names(checkpoint.path):
+    if is_described(checkpoint.path):
         return AscendReader(checkpoint)
     refuse_unreadable(checkpoint.path, checkpoint.config, checkpoint.tensors)
     if not any(is_quantized_tensor(info) for info in checkpoint.tensors.values()):

@@ -15,6 +15,7 @@ from torch import Tensor
 from cann_llm_quant.checkpoint.base import Checkpoint, TensorInfo
 from cann_llm_quant.checkpoint.source_quant import CONFIG_KEYS
 from cann_llm_quant.errors import CheckpointError
+from cann_llm_quant.export.ascend_kv import is_c8_tensor
 from cann_llm_quant.export.kv_scales import is_kv_scale
 from cann_llm_quant.export.layout import Reader
 from cann_llm_quant.quant.activations import InputQuantizer
@@ -46,7 +47,7 @@ class PackedCheckpoint(Generic[AnyReader]):
             module = parts.get(name)
             if module is not None:
                 view.setdefault(f"{module}.weight", self._weight(module, info.file))
-            elif not is_kv_scale(name) and not self._repeats_tied(name):
+            elif not (is_kv_scale(name) or is_c8_tensor(name) or self._repeats_tied(name)):
                 view[name] = info
         missing = [module for module in self.modules if f"{module}.weight" not in view]
         if missing:

@@ -24,6 +24,7 @@ from cann_llm_quant.export.ascend_types import (
     unpack_columns,
     unpack_rows,
 )
+from cann_llm_quant.export.kv_cache import kv_plan
 from cann_llm_quant.export.packed_checkpoint import PackedCheckpoint
 from cann_llm_quant.quant.kv import KvPlan, KvScales, KvScheme, LayerKv
 from cann_llm_quant.quant.scheme import QuantizedTensor, Scheme
@@ -277,7 +278,11 @@ def test_c8_scales_of_every_channel(llama, tmp_path, strategy):
         assert torch.equal(read.k_scale, written.k_scale.expand(2, 1, 16))
         assert torch.equal(read.v_scale, written.v_scale.expand(2, 1, 16))
         assert read.k_zero is read.v_zero is None
-    assert len(reader.hidden()) == 8
+    checkpoint = open_checkpoint(str(tmp_path / "out"), accept_quantized=True)
+    view = PackedCheckpoint(checkpoint, reader)
+    assert not [name for name in view.tensors if "kv_cache" in name]
+    for read, written in zip(kv_plan(view).scales, plan.scales, strict=True):
+        assert torch.equal(read.k_scale, written.k_scale.expand(2, 1, 16))
 
 
 def test_a_cache_alone_lies_beside_float_weights(llama, tmp_path):
