@@ -6,6 +6,7 @@ come from, and that `--overwrite` may replace the folder.
 """
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,12 +88,19 @@ def _write_units(
     progress: Progress,
 ) -> None:
     parts = units(checkpoint, model.arch)
-    for done, (unit, names) in enumerate(parts.items()):
-        if unit not in writer.completed:
-            tensors = _encoded(checkpoint, names, chosen, encoder)
-            record = {"tensors": {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}}
-            writer.write_unit(unit, tensors, record)
-        progress(done + 1, len(parts))
+    with ThreadPoolExecutor(1) as pool:
+        writing: Future[None] | None = None
+        for done, (unit, names) in enumerate(parts.items()):
+            if unit not in writer.completed:
+                tensors = _encoded(checkpoint, names, chosen, encoder)
+                record = {"tensors": {name: str(t.dtype).removeprefix("torch.") for name, t in tensors.items()}}
+                # one unit is written, hashed and flushed while the next one is encoded
+                if writing is not None:
+                    writing.result()
+                writing = pool.submit(writer.write_unit, unit, tensors, record)
+            progress(done + 1, len(parts))
+        if writing is not None:
+            writing.result()
 
 
 def _encoded(checkpoint: Checkpoint, names: list[str], chosen: Fit, encoder: Encoder) -> dict[str, Tensor]:
