@@ -29,8 +29,7 @@ def pack_int32(codes: Int8[Tensor, "..."], bits: int, dim: int = -1) -> Int32[Te
     """Pack signed codes along `dim`, which shrinks to `packed_length`; the result is contiguous."""
     fields = to_fields(codes.movedim(dim, -1), bits)
     count = fields.shape[-1]
-    whole = functional.pad(fields, (0, -count % _WORD))
-    words = _flat(pack_fields(whole.contiguous(), bits)).view(torch.int32).view(*fields.shape[:-1], -1)
+    words = _flat(pack_fields(_padded(fields, -count % _WORD), bits)).view(torch.int32).view(*fields.shape[:-1], -1)
     # a copy has the strides that readers expect also of dimensions of one element, which `contiguous` leaves odd
     return words[..., : packed_length(count, bits)].movedim(-1, dim).clone(memory_format=torch.contiguous_format)
 
@@ -42,10 +41,15 @@ def unpack_int32(words: Int32[Tensor, "..."], bits: int, count: int, dim: int = 
     """
     stream = words.movedim(dim, -1)
     assert stream.shape[-1] == packed_length(count, bits), "words and count disagree"
-    whole = functional.pad(stream, (0, -(-count // _WORD) * bits - stream.shape[-1]))
-    packed = _flat(whole.contiguous()).view(torch.uint8).view(*stream.shape[:-1], -1)
+    whole = _padded(stream, -(-count // _WORD) * bits - stream.shape[-1])
+    packed = _flat(whole).view(torch.uint8).view(*stream.shape[:-1], -1)
     fields = unpack_fields(packed, bits)
     return to_codes(fields[..., :count], bits).movedim(-1, dim).contiguous()
+
+
+def _padded(rows: Shaped[Tensor, "*rows count"], zeros: int) -> Shaped[Tensor, "*rows padded"]:
+    """The rows, contiguous, with so many zeros behind each; without any they are not copied once more."""
+    return (functional.pad(rows, (0, zeros)) if zeros else rows).contiguous()
 
 
 def _flat(tensor: Shaped[Tensor, "..."]) -> Shaped[Tensor, "numbers"]:
