@@ -21,7 +21,7 @@ from cann_operator import evaluate, unpacked, weight_quant_matmul
 from onnx_runs import export, random_ids, reference, save_quantized
 
 from cann_llm_quant.errors import UnsupportedError, UsageError
-from cann_llm_quant.export.onnx_cann import COMMAND_FILE, OPERATOR, CannDialect, pack_columns
+from cann_llm_quant.export.onnx_cann import COMMAND_FILE, OPERATOR, CannDialect, pack_transposed
 from cann_llm_quant.export.onnx_file import model_bytes
 from cann_llm_quant.export.onnx_graph import DATA_FILE, ELEMENT_TYPES, DataFile, Graph, Value
 from cann_llm_quant.quant.rtn import solve
@@ -31,7 +31,7 @@ CANN = CannDialect()
 
 
 def test_c19_words_are_two_s_complement_with_the_first_column_lowest() -> None:
-    words = pack_columns(torch.arange(-8, 8, dtype=torch.int8).view(1, 16))
+    words = pack_transposed(torch.arange(-8, 8, dtype=torch.int8).view(16, 1))
     assert [word & 0xFFFFFFFF for word in words[0].tolist()] == [0xFEDCBA98, 0x76543210]
 
 
@@ -39,8 +39,8 @@ def test_c19_words_are_two_s_complement_with_the_first_column_lowest() -> None:
 @settings(max_examples=30, deadline=None)
 def test_packed_columns_come_back(rows: int, words: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    codes = torch.randint(-8, 8, (rows, words * 8), generator=generator).to(torch.int8)
-    assert np.array_equal(unpacked(pack_columns(codes).numpy()), codes.numpy())
+    codes = torch.randint(-8, 8, (words * 8, rows), generator=generator).to(torch.int8)
+    assert np.array_equal(unpacked(pack_transposed(codes).numpy()), codes.numpy().T)
 
 
 def run(folder: Path, build: Any, feeds: dict[str, np.ndarray]) -> tuple[np.ndarray, Graph]:
