@@ -9,6 +9,7 @@ and, to notice scales that belong elsewhere, the slope <w_out, w> / <w, w> of ev
 source is compared code by code first. One matrix of each side is in memory at a time.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,7 @@ _CAST_ROUNDING = 2.0**-7  # of a float weight stored in bfloat16 after a factor 
 _SLOPES = {2: (0.2, 2.5), 3: (0.3, 2.0)}  # by bits; others:
 _USUAL_SLOPES = (0.5, 1.5)
 _UNLIKE = 0.9  # relative error; that of unrelated numbers is 1 and more
+_BLOCK = 1 << 22  # elements
 _FAINT = 0.05  # groups fainter than this share of the matrix's rms say little
 
 
@@ -80,10 +82,14 @@ def check_quantized(module: str, weight: QuantizedTensor, findings: Findings) ->
 
 
 def _check_finite(where: str, tensor: Tensor, findings: Findings) -> None:
-    values = tensor.to(torch.float32) if tensor.dtype.itemsize < 2 else tensor
-    if tensor.is_floating_point() and not bool(values.isfinite().all()):
-        count = int((~values.isfinite()).sum())
-        findings.add(where, f"{count} numbers are NaN or infinite", "the file is damaged; write it again")
+    if not tensor.is_floating_point():
+        return
+    bad = 0
+    for part in torch.split(tensor.flatten(), _BLOCK):
+        values = part.to(torch.float32) if part.dtype.itemsize < 2 else part
+        bad += values.numel() - int(values.isfinite().sum())
+    if bad:
+        findings.add(where, f"{bad} numbers are NaN or infinite", "the file is damaged; write it again")
 
 
 def compare_weights(
@@ -103,7 +109,7 @@ def compare_weights(
 def _pairs(
     ours: Checkpoint, source: Checkpoint, arch: Arch, findings: Findings
 ) -> Iterator[tuple[str, Tensor, Tensor, Scheme | None]]:
-    """Each matrix beside what the source lets us expect, both float32."""
+    """Each matrix beside what the source lets us expect; those of layers in float32."""
     linears = ours.reader.linears if isinstance(ours, PackedCheckpoint) else {}
     outer = [arch.embedding_name.removesuffix(".weight")] + ([] if arch.tied_head else [arch.head_module])
     for module in outer:
@@ -118,7 +124,7 @@ def _pairs(
             for role in site.linears:
                 module = layer.linear(role).module
                 with findings.caught(module):
-                    out, expected = _load(module, ours), _load(module, source)
+                    out, expected = (_load(module, one).to(torch.float32) for one in (ours, source))
                     if not _same_shape(module, out, expected, findings):
                         continue
                     expected = expected if columns is None else expected * columns
@@ -132,7 +138,7 @@ def _scheme(linears: Any, module: str) -> Scheme | None:
 
 
 def _load(module: str, checkpoint: Checkpoint) -> Float[Tensor, "out in"]:
-    return checkpoint.load(f"{module}.weight").to(torch.float32)
+    return checkpoint.load(f"{module}.weight")
 
 
 def _same_shape(module: str, out: Tensor, expected: Tensor, findings: Findings) -> bool:
@@ -144,13 +150,20 @@ def _same_shape(module: str, out: Tensor, expected: Tensor, findings: Findings) 
 
 
 def _same_codes(module: str, ours: Checkpoint, source: Checkpoint) -> bool | None:
-    """Whether a linear that both sides store in codes of one type has the same; None where they cannot be compared."""
+    """Whether a linear has its source's codes; None where there are none, or others may stand for the same weights.
+
+    Smaller groups than the source's keep its codes.
+    """
     if not isinstance(ours, PackedCheckpoint) or not isinstance(source, PackedCheckpoint):
         return None
     mine, theirs = ours.quantized(module), source.quantized(module)
     if mine is None or theirs is None or mine.scheme.dtype != theirs.scheme.dtype:
         return None
-    return torch.equal(mine.codes.view(torch.int8), theirs.codes.view(torch.int8))
+    if torch.equal(mine.codes.view(torch.int8), theirs.codes.view(torch.int8)):
+        return True
+    width, wider = (one.scheme.columns_per_scale(one.shape[1]) for one in (mine, theirs))
+    alike = mine.scheme.symmetric == theirs.scheme.symmetric and mine.scheme.scale_type == theirs.scheme.scale_type
+    return False if alike and wider % width == 0 else None
 
 
 def _compared(
@@ -161,25 +174,56 @@ def _compared(
     codes: bool | None,
     findings: Findings,
 ) -> WeightError:
-    distance = (out - expected).abs()
-    rms = float(expected.square().mean().sqrt()) or 1.0
-    error = float(distance.square().mean().sqrt()) / rms
-    largest, mean = float(distance.max()) / rms, float(distance.mean()) / rms
-    label = "float" if scheme is None else scheme.label()
-    result = WeightError(module, label, largest, mean, error, codes)
+    gap = _measure(out, expected)
+    result = WeightError(
+        module,
+        "float" if scheme is None else scheme.label(),
+        gap.largest / gap.rms,
+        gap.mean / gap.rms,
+        gap.error,
+        codes,
+    )
     if codes is False and scheme is not None:
         findings.add(module, "codes differ from the source's", "the file is damaged, or was made from another model")
-    elif codes and float(distance.max()) > _SCALE_ROUNDING * float(expected.abs().max()):
+    elif codes and gap.largest > _SCALE_ROUNDING * gap.reach:
         findings.add(module, "codes are the source's, scales or zero points are not", "write the model again")
-    elif scheme is None and error > _CAST_ROUNDING:
-        findings.add(module, f"is stored in float, but {error:.2g} away from the source", "write the model again")
+    elif scheme is None and gap.error > _CAST_ROUNDING:
+        findings.add(module, f"is stored in float, but {gap.error:.2g} away from the source", "write the model again")
     elif scheme is not None and codes is None:
-        _check_slopes(module, out, expected, scheme, rms, findings)
+        _check_slopes(module, out, expected, scheme, gap.rms, findings)
     return result
+
+
+@dataclass(frozen=True)
+class _Gap:
+    """Distance of two matrices; `error` is relative to `rms`, which is the second's, as `reach` is its largest."""
+
+    largest: float
+    mean: float
+    error: float
+    rms: float
+    reach: float
+
+
+def _measure(out: Float[Tensor, "out in"], expected: Float[Tensor, "out in"]) -> _Gap:
+    """Block by block of rows, so that an embedding is never there in float32 as a whole."""
+    largest = reach = 0.0
+    total = squares = energy = 0.0
+    rows = max(1, _BLOCK // out.shape[1])
+    for start in range(0, len(out), rows):
+        theirs = expected[start : start + rows].to(torch.float32)
+        distance = (out[start : start + rows].to(torch.float32) - theirs).abs_()
+        largest, reach = max(largest, float(distance.max())), max(reach, float(theirs.abs().max()))
+        total += float(distance.sum(dtype=torch.float64))
+        squares += float(distance.square_().sum(dtype=torch.float64))
+        energy += float(theirs.square().sum(dtype=torch.float64))
+    rms = math.sqrt(energy / out.numel()) or 1.0
+    return _Gap(largest, total / out.numel(), math.sqrt(squares / out.numel()) / rms, rms, reach)
 
 
 def _check_slopes(module: str, out: Tensor, expected: Tensor, scheme: Scheme, rms: float, findings: Findings) -> None:
     """Groups whose weights are a wrong multiple of the source's: their scale belongs to others."""
+    out, expected = out.to(torch.float32), expected.to(torch.float32)
     width = scheme.columns_per_scale(out.shape[1])
     if out.shape[1] % width:
         width = out.shape[1]
