@@ -72,7 +72,7 @@ class AscendEncoder:
         rows = frozenset(spec.module for spec in specs if spec.role.rpartition(".")[2] in ("o", "down"))
         fused = {module: members for members in model.fused() for module in members}
         self._plan = _Plan(types, fused, rows, kv, model.dtype)
-        return warnings + (ascend_kv.kv_warnings(model) if kv else [])
+        return warnings + (ascend_kv.kv_warnings(model) if self._keep_cache else [])
 
     def encode(
         self, module: str, weight: QuantizedTensor, inputs: InputQuantizer | None, bias: Tensor | None

@@ -33,9 +33,12 @@ def is_c8_tensor(name: str) -> bool:
 def encode_kv(model: PackedModel) -> dict[str, dict[str, Tensor]]:
     """The cache's tensors by full name, for each module of K or V whose weights they lie beside.
 
-    Empty where the whole cache is float. Raises UnsupportedError for formats that C8 is not.
+    Empty where no format has stored scales: then nothing is lost, and `kv_warnings` says that the runtime's cache is
+    float. Raises UnsupportedError for formats that C8 is not.
     """
     arch, found = model.arch, {}
+    if not _has_scales(model):
+        return {}
     for layer, kv, scales in zip(arch.layers, model.kv.layers, model.kv.scales, strict=False):
         if kv.k is None and kv.v is None:
             continue
@@ -59,7 +62,9 @@ def encode_kv(model: PackedModel) -> dict[str, dict[str, Tensor]]:
 
 
 def kv_warnings(model: PackedModel) -> list[str]:
-    """What a cache in C8 loses or may not run with, a sentence each."""
+    """What a cache loses in C8 or without it, or may not run with, a sentence each."""
+    if not _has_scales(model):
+        return ["The KV cache's formats are left out; Ascend runtimes keep it in float."] if model.kv.quantizes else []
     warnings = []
     if model.kv.sink_tokens or model.kv.recent_tokens or model.kv.sensitive:
         warnings.append(
@@ -94,6 +99,11 @@ def read_kv(checkpoint: Checkpoint, num_layers: int, head_dim: int) -> tuple[KvC
         layers.append(KvLayer(**keys))
         found.append(KvScales(**scales))
     return KvCache(schemes=schemes, layers=layers, scales="model"), tuple(found)
+
+
+def _has_scales(model: PackedModel) -> bool:
+    schemes = (scheme for layer in model.kv.layers for scheme in (layer.k, layer.v))
+    return any(scheme is not None and not scheme.is_plain and not scheme.dynamic for scheme in schemes)
 
 
 def _is_c8(scheme: KvScheme | None) -> bool:

@@ -40,7 +40,7 @@ def check_model(model: PackedModel, types: Mapping[str, AscendType], target: Tar
             f"{static[0]}: static int8 inputs need a bfloat16 or float16 model, whose deq_scale they have; this one is "
             f"{str(model.dtype).removeprefix('torch.')}"
         )
-    return _warnings(model, types)
+    return _warnings(model, types, target)
 
 
 def group_size(model: PackedModel, types: Mapping[str, AscendType]) -> int:
@@ -128,8 +128,15 @@ def _check_biases(model: PackedModel, types: Mapping[str, AscendType], target: T
                 )
 
 
-def _warnings(model: PackedModel, types: Mapping[str, AscendType]) -> list[str]:
+def _warnings(model: PackedModel, types: Mapping[str, AscendType], target: Target) -> list[str]:
     dense = [module for module, kind in types.items() if kind == "W4A8_DYNAMIC" and not is_expert(module)]
+    warnings = []
     if any(model.activations.get(module) is not None for module in dense):
-        return ["vllm-ascend does not quantize the inputs of dense W4A8_DYNAMIC linears; it computes them in float."]
-    return []
+        warnings.append(
+            "vllm-ascend does not quantize the inputs of dense W4A8_DYNAMIC linears; it computes them in float."
+        )
+    if target.name == "mindie" and {"W4A16", "W8A16"} & set(types.values()):
+        warnings.append(
+            "Weight-only types are for MindIE's ATB models; its newer runtime takes their codes for float weights."
+        )
+    return warnings

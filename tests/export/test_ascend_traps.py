@@ -159,6 +159,8 @@ def test_biases_of_int4_linears_are_left_out_by_vllm_ascend(models):
 def test_int4_linears_with_quantized_inputs_are_warned_of(models):
     (warning,) = check(models["llama"], by_suffix({"o_proj": (group(32), TOKEN)}))
     assert "computes them in float" in warning
+    (warning,) = check(models["llama"], by_suffix({"o_proj": (INT8, None)}), "mindie")
+    assert "ATB models" in warning
 
 
 def test_static_inputs_need_a_model_of_16_bits(models):
@@ -224,7 +226,7 @@ def test_a_bias_beyond_int32_and_scattered_groups_are_refused(models):
         encoder.encode(f"{LAYER}.mlp.down_proj", scattered, None, None)
 
 
-@pytest.mark.parametrize("scheme", [KvScheme("fp8_e4m3"), KvScheme("int8", False), KvScheme("int8", dynamic=True)])
+@pytest.mark.parametrize("scheme", [KvScheme("fp8_e4m3"), KvScheme("int8", False)])
 def test_caches_other_than_c8_are_refused(models, scheme):
     ones, zeros = torch.full((1, 1, 1), 2.0), torch.zeros(1, 1, 1, dtype=torch.int32)
     scales = KvScales(ones, None if scheme.symmetric else zeros, ones, None if scheme.symmetric else zeros)
@@ -233,6 +235,13 @@ def test_caches_other_than_c8_are_refused(models, scheme):
         check(models["llama"], lambda module: None, kv=plan)
     model, _ = packed_model(models["llama"], lambda module: None, plan)
     assert AscendEncoder(kv_cache=False).check(model) == []
+
+
+def test_a_cache_without_stored_scales_is_left_out_and_said(models):
+    scheme = KvScheme("int8", strategy="token", dynamic=True)
+    plan = KvPlan((LayerKv(scheme, scheme),) * 2, (KvScales(),) * 2)
+    (warning,) = check(models["llama"], lambda module: None, kv=plan)
+    assert "keep it in float" in warning
 
 
 def test_c8_warns_of_head_sizes_and_pages_and_is_nothing_for_sglang(models):
