@@ -91,7 +91,7 @@ def export_gguf(
 ) -> WrittenGguf:
     """Write `model`, whose tensors `checkpoint` holds (a `PackedSource` where any are in codes), to the folder `out`.
 
-    `float_type` is that of matrices in float, by default the model's own; `tokenizer` false leaves the vocabulary out.
+    `float_type` is that of matrices in float, by default each one's own; `tokenizer` false leaves the vocabulary out.
     Raises UnsupportedError for what GGUF cannot hold, before any work; UsageError and ResumeError as `OutputFolder`
     does; CheckpointError for numbers that the file's types cannot hold.
     """
@@ -118,9 +118,16 @@ def plan_gguf(
     ]
     if left_out:
         warnings.append(f"{len(left_out)} tensors that the decoder does not read are left out: {left_out[0]}, ...")
-    planned = plan_tensors(model, FLOAT_KINDS[model.dtype] if float_type is None else Kind[float_type])
+    tensors = checkpoint.tensors
+
+    def float_kind(name: str) -> Kind:
+        return FLOAT_KINDS.get(tensors[name].dtype, Kind.F32) if float_type is None else Kind[float_type]
+
+    planned = plan_tensors(model, float_kind)
     entries = [each.entry for each in planned]
-    metadata = architecture_metadata(model.arch, entries, checkpoint.path.name)
+    path = checkpoint.path
+    name = path.stem if path.suffix == ".gguf" else path.name
+    metadata = architecture_metadata(model.arch, entries, name)
     if tokenizer:
         words, notes = tokenizer_metadata(tokenizer_of(checkpoint), model.arch.vocab_size, _end_ids(checkpoint))
         metadata |= words

@@ -7,7 +7,7 @@ Names and layout: `checkpoint/gguf_names.py`, the other direction.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +23,7 @@ from cann_llm_quant.models.arch import Arch, Layer, LinearSpec
 from cann_llm_quant.models.rope import frequencies
 from cann_llm_quant.quant.scheme import ActivationScheme, Scheme
 
+FloatKind = Callable[[str], Kind]
 FLOAT_KINDS = {torch.float32: Kind.F32, torch.float16: Kind.F16, torch.bfloat16: Kind.BF16}
 ARCHITECTURES = {
     "llama": "llama",
@@ -110,8 +111,8 @@ def smallest_window(arch: Arch) -> int | None:
     return min((layer.window for layer in arch.layers if layer.window is not None), default=None)
 
 
-def plan_tensors(model: PackedModel, float_kind: Kind) -> list[Planned]:
-    """Every tensor of the file in order; matrices in float are `float_kind`."""
+def plan_tensors(model: PackedModel, float_kind: FloatKind) -> list[Planned]:
+    """Every tensor of the file in order; matrices in float have the type that `float_kind` gives for their name."""
     arch = model.arch
     planned = [_outer(model, "token_embd", arch.embedding_name, float_kind)]
     for layer in arch.layers:
@@ -176,7 +177,7 @@ def _is_plain_yarn(arch: Arch) -> bool:
 def _check_experts(model: PackedModel) -> None:
     for layer in model.arch.layers:
         for role, specs in expert_roles(layer):
-            kinds = {_kind(model, spec.module, None) for spec in specs}
+            kinds = {kind_of(model.schemes[spec.module]) if spec.module in model.schemes else None for spec in specs}
             if len(kinds) > 1:
                 raise UnsupportedError(
                     f"layer {layer.index}: its experts' {role} are stored in {len(kinds)} types, but GGUF keeps all "
@@ -191,7 +192,7 @@ def expert_roles(layer: Layer) -> Iterator[tuple[str, list[LinearSpec]]]:
             yield role, [layer.linear(f"experts.{index}.{role}") for index in range(layer.moe.num_experts)]
 
 
-def _layer(model: PackedModel, layer: Layer, float_kind: Kind) -> Iterator[Planned]:
+def _layer(model: PackedModel, layer: Layer, float_kind: FloatKind) -> Iterator[Planned]:
     prefix, arch = f"blk.{layer.index}.", model.arch
     interleaves = ARCHITECTURES[arch.model_type] == "llama"
     heads: Mapping[str, int] = {"q": arch.num_heads, "k": arch.num_kv_heads} if interleaves else {}
@@ -214,11 +215,11 @@ def _layer(model: PackedModel, layer: Layer, float_kind: Kind) -> Iterator[Plann
         yield Planned(entry, tuple(f"{spec.module}.weight" for spec in specs))
 
 
-def _kind(model: PackedModel, module: str, float_kind: Kind | None) -> Kind | None:
-    return kind_of(model.schemes[module]) if module in model.schemes else float_kind
+def _kind(model: PackedModel, module: str, float_kind: FloatKind) -> Kind:
+    return kind_of(model.schemes[module]) if module in model.schemes else float_kind(f"{module}.weight")
 
 
-def _outer(model: PackedModel, name: str, source: str, float_kind: Kind) -> Planned:
+def _outer(model: PackedModel, name: str, source: str, float_kind: FloatKind) -> Planned:
     kind = _kind(model, source.removesuffix(".weight"), float_kind)
     return Planned(TensorEntry(f"{name}.weight", kind, (model.arch.vocab_size, model.arch.hidden_size)), (source,))
 

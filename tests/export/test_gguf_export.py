@@ -347,3 +347,13 @@ def test_a_word_level_tokenizer_is_refused_and_can_be_left_out(tmp_path: Path):
     metadata = plan(native, tokenizer=False).metadata
     assert metadata["tokenizer.ggml.model"] == "none"
     assert metadata["llama.vocab_size"] == 128
+
+
+def test_an_export_of_an_export_has_the_same_tensors(tmp_path: Path):
+    first = export(make(tmp_path, "llama", INT4_ASYM), tmp_path / "one")
+    with open_checkpoint(str(first.file)) as inner:
+        checkpoint = PackedCheckpoint(inner, GgufReader(inner), None)
+        second = export_gguf(checkpoint, packed_model(checkpoint, torch.float16), tmp_path / "two")
+    one, two = (gguf.GGUFReader(written.file).tensors for written in (first, second))
+    assert [(t.name, t.tensor_type) for t in one] == [(t.name, t.tensor_type) for t in two]
+    assert all(np.array_equal(a.data, b.data) for a, b in zip(one, two, strict=True))
