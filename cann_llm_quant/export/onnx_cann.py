@@ -163,7 +163,7 @@ class CannDialect:
 
 
 def pack_transposed(codes: Int8[Tensor, "out in"]) -> Int32[Tensor, "in words"]:
-    """Signed 4-bit codes, 8 rows to a word, the first in the lowest bits; transposing words is an eighth of the work."""
+    """Signed 4-bit codes, 8 rows to a word, the first in the lowest bits; words, being fewer, are then transposed."""
     pairs = codes.contiguous().view(torch.uint8).view(len(codes) // 8, 4, 2, codes.shape[1])
     lanes = (pairs[:, :, 0] & 15) | (pairs[:, :, 1] << 4)
     words = lanes[:, 0].to(torch.int32)

@@ -49,8 +49,7 @@ class Decoder:
             x = self._linears.embed(graph.op("Reshape", "input_ids", graph.integers(-1)))
         for layer in arch.layers:
             mask = masks.of(layer.window)
-            with graph.named(f"layers.{layer.index}"):
-                x = self._layer(layer, x, mask, rotation, shared)
+            x = self._layer(layer, x, mask, rotation, shared)
             progress(layer.index + 1, arch.num_layers)
         x = self._norm(x, arch.final_norm_name)
         with graph.named(arch.head_module):
