@@ -22,10 +22,10 @@ test: $(VENV)/.installed-dev
 
 # Loads what is exported with the consumers' own code and prints which did, and how far their logits are from ours.
 conformance: $(VENV)/.installed-consumers
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) tests/conformance
+	CONFORMANCE_VLLM_ASCEND=$(CURDIR)/.venv-vllm-ascend OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) tests/conformance
 
 conformance-all: $(VENV)/.installed-consumers .venv-gptqmodel/.installed
-	CONFORMANCE_GPTQMODEL=$(CURDIR)/.venv-gptqmodel/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) tests/conformance
+	CONFORMANCE_VLLM_ASCEND=$(CURDIR)/.venv-vllm-ascend CONFORMANCE_GPTQMODEL=$(CURDIR)/.venv-gptqmodel/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) tests/conformance
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -38,7 +38,8 @@ docs: $(VENV)/.installed
 	$(BIN)/python tools/generate_cli_docs.py
 
 $(VENV)/.installed-consumers: $(VENV)/.installed-dev $(CONSUMERS:%=tests/conformance/requirements-%.txt)
-	$(BIN)/python -m pip install --quiet $(CONSUMERS:%=-r tests/conformance/requirements-%.txt)
+	$(BIN)/python -m pip install --quiet -c constraints.txt $(CONSUMERS:%=-r tests/conformance/requirements-%.txt)
+	$(BIN)/python tests/conformance/ascend_fetch.py .venv-vllm-ascend
 	@touch $@
 
 # Consumers that want other versions of what the project itself uses have environments of their own.

@@ -33,6 +33,7 @@ def export(
     runtime: flag.Runtime = None,
     dialect: flag.Dialect = None,
     tokenizer: flag.Tokenizer = True,
+    kv_cache: flag.KvCache = True,
     max_shard_size: Annotated[
         str, typer.Option("--max-shard-size", metavar="SIZE", help="Largest weight file.")
     ] = "5GB",
@@ -51,6 +52,7 @@ def export(
         runtime=runtime,
         dialect=dialect,
         tokenizer=tokenizer,
+        kv_cache=kv_cache,
         max_shard_bytes=shard,
         overwrite=overwrite,
     )

@@ -40,6 +40,11 @@ Tokenizer = Annotated[
     typer.Option("--tokenizer/--no-tokenizer", help="Whether a GGUF file holds the vocabulary; llama.cpp wants it."),
 ]
 
+KvCache = Annotated[
+    bool,
+    typer.Option("--kv-cache/--no-kv-cache", help="Whether Ascend files say how the KV cache is quantized."),
+]
+
 
 def layout(name: str) -> str:
     """The layout that a user's name means."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from cann_llm_quant.errors import UnsupportedError
 from cann_llm_quant.export import ascend_kv, ascend_traps
 from cann_llm_quant.export.ascend_description import FILE_NAME, KV_TYPE, description_bytes
-from cann_llm_quant.export.ascend_targets import Target, nearest_scheme, target_named, why_not
+from cann_llm_quant.export.ascend_targets import DEFAULT_RUNTIME, Target, nearest_scheme, target_named, why_not
 from cann_llm_quant.export.ascend_types import ROW_SLICES, SUFFIXES, TYPES, AscendType, encode_linear
 from cann_llm_quant.export.kv_scales import is_kv_scale
 from cann_llm_quant.export.layout import PackedModel
@@ -45,7 +45,7 @@ class AscendEncoder:
     layout = "ascend"
     stem = "quant_model_weights"
 
-    def __init__(self, runtime: str = "vllm-ascend-0.23", *, kv_cache: bool = True) -> None:
+    def __init__(self, runtime: str = DEFAULT_RUNTIME, *, kv_cache: bool = True) -> None:
         self.target: Target = target_named(runtime)
         self._keep_cache = kv_cache
         self._plan: _Plan | None = None
@@ -67,7 +67,7 @@ class AscendEncoder:
         warnings = ascend_traps.check_model(model, types, self.target)
         kv = ascend_kv.encode_kv(model) if self._keep_cache else {}
         if kv and not self.target.kv_cache:
-            raise UnsupportedError(f"{self.target.name} has no int8 KV cache; export without the cache's formats")
+            raise UnsupportedError(f"{self.target.name} has no int8 KV cache; add --no-kv-cache to leave the cache's formats out")
         specs = [spec for layer in model.arch.layers for spec in layer.linears]
         rows = frozenset(spec.module for spec in specs if spec.role.rpartition(".")[2] in ("o", "down"))
         fused = {module: members for members in model.fused() for module in members}

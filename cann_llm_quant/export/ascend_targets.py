@@ -69,6 +69,7 @@ _ALL = (
     Target("sglang", frozenset({"W8A8", "W8A8_DYNAMIC"}), _DYNAMIC_EXPERTS),
 )
 TARGETS: Mapping[str, Target] = {target.name: target for target in _ALL}
+DEFAULT_RUNTIME = "vllm-ascend-0.23"
 
 
 def target_named(runtime: str) -> Target:

@@ -14,7 +14,7 @@ from cann_llm_quant.device import resolve_dtype
 from cann_llm_quant.errors import UsageError
 from cann_llm_quant.export import gguf_plan
 from cann_llm_quant.export.ascend import AscendEncoder
-from cann_llm_quant.export.ascend_targets import target_named
+from cann_llm_quant.export.ascend_targets import DEFAULT_RUNTIME, target_named
 from cann_llm_quant.export.awq import AwqEncoder
 from cann_llm_quant.export.convert import Progress, convert
 from cann_llm_quant.export.fitting import Fit, fit, fitted
@@ -39,7 +39,7 @@ class ExportOptions:
 
     `regroup` splits groups, `requantize` lets linears be rounded anew (see `fitting`). `dtype` is that of float tensors
     (float, gguf, onnx), `runtime` the one that Ascend files are for, `dialect` that of ONNX operators; without
-    `tokenizer` a GGUF file holds no vocabulary.
+    `tokenizer` a GGUF file holds no vocabulary, without `kv_cache` Ascend files no formats of the cache.
     """
 
     regroup: int | None = None
@@ -48,6 +48,7 @@ class ExportOptions:
     runtime: str | None = None
     dialect: str | None = None
     tokenizer: bool = True
+    kv_cache: bool = True
     max_shard_bytes: int = 5_000_000_000
     overwrite: bool = False
 
@@ -286,7 +287,7 @@ def _gptq(version: Literal[1, 2]) -> Callable[[Checkpoint | None, ExportOptions]
 # From a source, or from None before there is one.
 _ENCODERS: Mapping[str, Callable[[Checkpoint | None, ExportOptions], Encoder]] = {
     "compressed-tensors": _native,
-    "ascend": lambda checkpoint, options: AscendEncoder(options.runtime) if options.runtime else AscendEncoder(),
+    "ascend": lambda checkpoint, options: AscendEncoder(options.runtime or DEFAULT_RUNTIME, kv_cache=options.kv_cache),
     "awq": lambda checkpoint, options: AwqEncoder(floats=_outer(checkpoint, head=True)),
     "gptq": _gptq(1),
     "gptq_v2": _gptq(2),
