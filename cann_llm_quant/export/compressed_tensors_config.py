@@ -12,6 +12,7 @@ class; `ignore` overrides them all. The order is that of compressed-tensors itse
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from cann_llm_quant.errors import CheckpointError, UnsupportedError, UsageError
@@ -65,20 +66,36 @@ class CompressedTensorsConfig:
 
     def group_of(self, module: str, kind: str = "Linear") -> Group | None:
         """The group of a module of the class `kind`; None where it is stored in float."""
-        if any(_matches(target, module, kind) for target in self.ignore):
+        named, patterns = self._ignored
+        if module in named or kind in named or any(pattern.match(module) for pattern in patterns):
             return None
+        owner = self._owner
+        if module in owner:
+            return owner[module]
+        found = next((owner[target] for target, pattern in self._patterns if pattern.match(module)), None)
+        return found or owner.get(kind)
+
+    @cached_property
+    def _owner(self) -> dict[str, Group]:
+        """The first group that has each target."""
         owner: dict[str, Group] = {}
         for group in self.groups:
             for target in group.targets:
                 owner.setdefault(target, group)
-        ranked = sorted(owner, key=lambda target: (target == kind, target.startswith("re:"), target))
-        return next((owner[target] for target in ranked if _matches(target, module, kind)), None)
+        return owner
+
+    @cached_property
+    def _patterns(self) -> list[tuple[str, re.Pattern[str]]]:
+        return [(target, _pattern(target)) for target in sorted(self._owner) if target.startswith("re:")]
+
+    @cached_property
+    def _ignored(self) -> tuple[frozenset[str], list[re.Pattern[str]]]:
+        patterns = [target for target in self.ignore if target.startswith("re:")]
+        return frozenset(self.ignore) - set(patterns), [_pattern(target) for target in patterns]
 
 
-def _matches(target: str, module: str, kind: str) -> bool:
-    if target.startswith("re:"):
-        return re.match(target.removeprefix("re:"), module) is not None
-    return target in (module, kind)
+def _pattern(target: str) -> re.Pattern[str]:
+    return re.compile(target.removeprefix("re:"))
 
 
 def compressed_tensors_config(config: Mapping[str, Any], where: str) -> CompressedTensorsConfig:

@@ -43,6 +43,7 @@ from cann_llm_quant.export.unreadable import refuse_unreadable
 _READERS: Mapping[str, Callable[[Checkpoint], Reader]] = {
     "compressed-tensors": CompressedTensorsReader,
     "fp8": Fp8Reader,
+    "fbgemm_fp8": Fp8Reader,
     "awq": AwqReader,
     "gptq": GptqReader,
 }

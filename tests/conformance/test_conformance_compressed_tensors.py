@@ -6,16 +6,17 @@ with what rounding the inputs changes at all. Experts and asymmetric weights are
 into bfloat16, the type of their scales, and here for this comparison as well.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from native_folders import save_native
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_models import save_tiny
 from torch import Tensor
-from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrainedFP8Config
 
 from cann_llm_quant.calibrate.streamed_logits import StreamedLogits
 from cann_llm_quant.export.layouts import ExportOptions, export_model
@@ -127,6 +128,37 @@ def dequantized(folder: Path) -> Tensor:
     model.load_state_dict(tensors)
     with torch.no_grad():
         return model(IDS).logits
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_c35_block_scaled_fp8_is_dequantized_as_transformers_does(
+    tmp_path: Path, family: str, record_property: Any
+) -> None:
+    """The layout of DeepSeek and Qwen3, which transformers turns into bfloat16 where no GPU is."""
+    pytest.importorskip("accelerate", reason="transformers reads FP8 with accelerate only")
+    model = save_tiny(tmp_path / "m", family, num_hidden_layers=1, hidden_size=128, intermediate_size=256)
+    native = save_native(model, tmp_path / "fp8", FP8_TILE)
+    (native / "inference_config.json").unlink()
+    stored = load_file(native / "model.safetensors")
+    renamed = {name.replace(".weight_scale", ".weight_scale_inv"): tensor for name, tensor in stored.items()}
+    save_file(renamed, native / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((native / "config.json").read_text(encoding="utf-8"))
+    section = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    config["quantization_config"] = section | {"modules_to_not_convert": ["lm_head"]}
+    (native / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    loaded = AutoModelForCausalLM.from_pretrained(
+        native, dtype=torch.bfloat16, quantization_config=FineGrainedFP8Config(dequantize=True)
+    )
+    weights = loaded.state_dict()
+    with open_packed(native, dtype=None) as checkpoint:
+        assert len(checkpoint.modules) == 7
+        differences = [
+            float((checkpoint.load(f"{m}.weight").float() - weights[f"{m}.weight"].float()).abs().max())
+            for m in checkpoint.modules
+        ]
+    row = {"target": "from fp8", "model": f"{family}-tile", "consumer": "transformers", "of": "weights"}
+    record_property("conformance", row | {"difference": max(differences)})
+    assert max(differences) == 0
 
 
 def test_inputs_of_our_w8a8_export_are_rounded_alike(tmp_path: Path, record_property: Any) -> None:

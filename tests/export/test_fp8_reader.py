@@ -14,10 +14,12 @@ from torch import Tensor
 from cann_llm_quant.checkpoint import open_checkpoint
 from cann_llm_quant.errors import CheckpointError, InputError, UnsupportedError
 from cann_llm_quant.export.fp8_reader import Fp8Reader
+from cann_llm_quant.export.packed import open_packed
 from cann_llm_quant.export.packed_checkpoint import PackedCheckpoint
 from cann_llm_quant.export.unreadable import METHODS, refuse_unreadable
 from cann_llm_quant.quant.scheme import ActivationScheme
 
+ONES = torch.ones(8)
 M = "model.layers.0.mlp.up_proj"
 BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 
@@ -69,6 +71,15 @@ def test_c35_any_shape_reads_as_the_literal_product(
     rows, places = torch.arange(out) // 128, torch.arange(columns) // 128
     expected = (weight.to(torch.float64) * scale.to(torch.float64)[rows][:, places]).to(torch.float32)
     assert torch.equal(reader_of(folder).quantized(M).dequantize(), expected)
+
+
+@pytest.mark.parametrize("method", ["fp8", "fbgemm_fp8"])
+def test_both_methods_open_as_sources(tmp_path: Path, method: str) -> None:
+    tensors = {f"{M}.weight": codes(8, 8), f"{M}.weight_scale": torch.full((8, 1), 0.5), "model.norm.weight": ONES}
+    folder = save(tmp_path / "m", tensors, quant_method=method)
+    with open_packed(folder) as checkpoint:
+        assert torch.equal(checkpoint.load(f"{M}.weight"), 0.5 * tensors[f"{M}.weight"].to(torch.float32))
+        assert torch.equal(checkpoint.load("model.norm.weight"), ONES)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (48,), (48, 1)])
