@@ -9,6 +9,8 @@ from tiny_models import save_text, save_tiny
 
 from cann_llm_quant.cli.main import main
 
+GOLDENS = Path(__file__).resolve().parents[1] / "data/goldens/llm_compressor"
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -76,6 +78,25 @@ def test_what_is_not_there_is_exit_2(model: Path, tmp_path: Path, capsys: pytest
     assert main(["verify", str(tmp_path / "none")]) == 2
     assert "no such folder" in capsys.readouterr().err
     assert main(["verify", str(model), "--against", str(tmp_path / "none")]) == 2
+
+
+def test_a_packed_output_is_loaded_by_its_runtime(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(GOLDENS / "w4a16-gptq"), "--load"]) == 0
+    out, _ = capsys.readouterr()
+    assert "layout        compressed-tensors" in out
+    assert "logits of 8 tokens computed" in out
+
+
+def test_a_runtime_that_does_not_load_an_output_is_a_fault(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise ValueError("no such layout\nand more")
+
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", refuse)
+    assert main(["verify", str(GOLDENS / "w8a8"), "--load"]) == 1
+    out, _ = capsys.readouterr()
+    assert "transformers does not load it: ValueError: no such layout;" in out
 
 
 def test_load_says_what_the_runtime_made_of_it(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
