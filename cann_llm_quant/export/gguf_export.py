@@ -21,9 +21,9 @@ from cann_llm_quant import __version__
 from cann_llm_quant.checkpoint.base import Checkpoint
 from cann_llm_quant.checkpoint.companion_tokenizer import tokenizer_of
 from cann_llm_quant.checkpoint.files import parse_json_object
-from cann_llm_quant.checkpoint.gguf_folder import OutputFolder
 from cann_llm_quant.checkpoint.gguf_writer import GgufWriter, TensorEntry, WrittenFile
 from cann_llm_quant.checkpoint.journal import disk_errors
+from cann_llm_quant.checkpoint.output_folder import OutputFolder
 from cann_llm_quant.checkpoint.output_place import check_output
 from cann_llm_quant.errors import CheckpointError, UnsupportedError
 from cann_llm_quant.export.gguf_blocks import SCHEMES, encode

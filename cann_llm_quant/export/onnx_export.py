@@ -19,8 +19,8 @@ import torch
 
 from cann_llm_quant import __version__
 from cann_llm_quant.checkpoint.base import TensorInfo
-from cann_llm_quant.checkpoint.gguf_folder import OutputFolder
 from cann_llm_quant.checkpoint.journal import disk_errors
+from cann_llm_quant.checkpoint.output_folder import OutputFolder
 from cann_llm_quant.errors import UnsupportedError, UsageError
 from cann_llm_quant.export.layout import PackedModel
 from cann_llm_quant.export.model_config import json_bytes, output_config

@@ -95,7 +95,9 @@ def test_log_probabilities(tmp_path: Path, name: str, record_property):
     pairs = zip(LENGTHS, theirs(plain.file), theirs(coded.file), strict=True)
     differences = [((expected[n - 1] - f).abs().max(), (expected[n - 1] - q).abs().max()) for n, f, q in pairs]
     floats, codes = (max(float(d) for d in column) for column in zip(*differences, strict=True))
-    record_property("max_logit_difference", {"F32": floats, kind: codes})
+    for target, difference in (("gguf F32", floats), (f"gguf {kind}", codes)):
+        row = {"target": target, "model": name, "consumer": "llama.cpp", "difference": difference}
+        record_property("conformance", row | {"of": "log-probabilities"})
     assert floats < 2e-5
     assert codes < 0.5
 

@@ -75,7 +75,8 @@ def test_a_refusal_names_linears_and_what_would_help(tmp_path: Path) -> None:
         convert(source, tmp_path / "out", Narrow)
     assert str(caught.value) == (
         "the source cannot be written as narrow: model.layers.0.mlp.down_proj (int4-sym-g32, like 13 others) "
-        "has no groups of 16; --regroup 16 splits the groups without a loss or --requantize rounds them anew, to int4-sym-g16"
+        "has no groups of 16; --regroup 16 splits the groups without a loss or --requantize rounds them anew, to "
+        "int4-sym-g16"
     )
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / "out.partial").exists()
