@@ -67,7 +67,9 @@ class AscendEncoder:
         warnings = ascend_traps.check_model(model, types, self.target)
         kv = ascend_kv.encode_kv(model) if self._keep_cache else {}
         if kv and not self.target.kv_cache:
-            raise UnsupportedError(f"{self.target.name} has no int8 KV cache; add --no-kv-cache to leave the cache's formats out")
+            raise UnsupportedError(
+                f"{self.target.name} has no int8 KV cache; add --no-kv-cache to leave the cache's formats out"
+            )
         specs = [spec for layer in model.arch.layers for spec in layer.linears]
         rows = frozenset(spec.module for spec in specs if spec.role.rpartition(".")[2] in ("o", "down"))
         fused = {module: members for members in model.fused() for module in members}
