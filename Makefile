@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 WORKERS ?= auto
 
 # Real consumers of the layouts that install within minutes and share the project's environment.
-CONSUMERS := gguf mlx onnx
+CONSUMERS := compressed-tensors gguf mlx onnx
 
 .PHONY: all demo test lint docs conformance conformance-all clean
 

@@ -42,7 +42,7 @@ class Converted:
 def convert(
     source: str | Path,
     output: Path,
-    make: Callable[[Checkpoint], Encoder],
+    make: Callable[[PackedModel, Checkpoint], Encoder],
     *,
     regroup: int | None = None,
     requantize: bool = False,
@@ -58,8 +58,8 @@ def convert(
     """
     with open_source(str(source), dtype=None) as checkpoint:
         check_output(output, overwrite=overwrite, sources=[checkpoint.path])
-        encoder = make(checkpoint)
         model = packed_model(checkpoint)
+        encoder = make(model, checkpoint)
         chosen = fit(model, encoder, size=regroup, requantize=requantize)
         model = fitted(model, chosen)
         warnings = encoder.check(model)

@@ -28,7 +28,6 @@ from cann_llm_quant.export.packed import open_packed, open_source
 from cann_llm_quant.export.packed_checkpoint import PackedCheckpoint
 from cann_llm_quant.export.packed_model import packed_model
 from cann_llm_quant.export.to_float import export_to_float
-from cann_llm_quant.models import arch_from_checkpoint
 from cann_llm_quant.quant.activations import InputQuantizer
 from cann_llm_quant.quant.scheme import ActivationScheme, QuantizedTensor, Scheme
 
@@ -147,7 +146,7 @@ def export_model(
     done = convert(
         source,
         output,
-        lambda checkpoint: make(checkpoint, options),
+        lambda model, checkpoint: make(model, checkpoint, options),
         regroup=options.regroup,
         requantize=options.requantize,
         options={"runtime": options.runtime} if layout == "ascend" else None,
@@ -167,7 +166,7 @@ def precheck(model: PackedModel, layout: str, options: ExportOptions) -> list[st
         holder = _file_holder(layout, options)
         model = fitted(model, fit(model, holder, size=options.regroup, requantize=options.requantize))
         return gguf_plan.check(model) if layout == "gguf" else []
-    encoder = _ENCODERS[layout](None, options)
+    encoder = _ENCODERS[layout](model, None, options)
     return encoder.check(fitted(model, fit(model, encoder, size=options.regroup, requantize=options.requantize)))
 
 
@@ -260,38 +259,34 @@ class GgufHolder:
         return gguf_plan.nearest(scheme, shape)
 
 
-def _native(checkpoint: Checkpoint | None, options: ExportOptions) -> Encoder:
+def _native(model: PackedModel, checkpoint: Checkpoint | None, options: ExportOptions) -> Encoder:
     assert checkpoint is not None, "native files tell of their source"
     return NativeEncoder(checkpoint)
 
 
-def _outer(checkpoint: Checkpoint | None, *, head: bool) -> frozenset[str]:
-    """The embedding, and the head too, where a source has them in codes and the layout wants them in float."""
-    if not isinstance(checkpoint, PackedCheckpoint):
-        return frozenset()
-    arch = arch_from_checkpoint(checkpoint)
-    outer = {arch.embedding_name.removesuffix(".weight")} | ({arch.head_module} if head else set())
-    return frozenset(outer & set(checkpoint.reader.linears))
+def _outer(model: PackedModel, *, head: bool) -> frozenset[str]:
+    """The embedding, and the head too, where a model has them in codes and the layout wants them in float."""
+    outer = {model.arch.embedding_name.removesuffix(".weight")} | ({model.arch.head_module} if head else set())
+    return frozenset(outer & set(model.schemes))
 
 
-def _gptq(version: Literal[1, 2]) -> Callable[[Checkpoint | None, ExportOptions], Encoder]:
-    def make(checkpoint: Checkpoint | None, options: ExportOptions) -> Encoder:
-        scattered = isinstance(checkpoint, PackedCheckpoint) and any(
-            linear.scattered for linear in checkpoint.reader.linears.values()
-        )
-        return GptqEncoder(version, act_order=scattered, floats=_outer(checkpoint, head=False))
+def _gptq(version: Literal[1, 2]) -> Callable[[PackedModel, Checkpoint | None, ExportOptions], Encoder]:
+    def make(model: PackedModel, checkpoint: Checkpoint | None, options: ExportOptions) -> Encoder:
+        return GptqEncoder(version, act_order=bool(model.scattered), floats=_outer(model, head=False))
 
     return make
 
 
-# From a source, or from None before there is one.
-_ENCODERS: Mapping[str, Callable[[Checkpoint | None, ExportOptions], Encoder]] = {
+# For a model, and the source that it lies in; None before there is one.
+_ENCODERS: Mapping[str, Callable[[PackedModel, Checkpoint | None, ExportOptions], Encoder]] = {
     "compressed-tensors": _native,
-    "ascend": lambda checkpoint, options: AscendEncoder(options.runtime or DEFAULT_RUNTIME, kv_cache=options.kv_cache),
-    "awq": lambda checkpoint, options: AwqEncoder(floats=_outer(checkpoint, head=True)),
+    "ascend": lambda model, checkpoint, options: AscendEncoder(
+        options.runtime or DEFAULT_RUNTIME, kv_cache=options.kv_cache
+    ),
+    "awq": lambda model, checkpoint, options: AwqEncoder(floats=_outer(model, head=True)),
     "gptq": _gptq(1),
     "gptq_v2": _gptq(2),
-    "mlx": lambda checkpoint, options: MlxEncoder(),
+    "mlx": lambda model, checkpoint, options: MlxEncoder(),
 }
 # Name to what reads it.
 LAYOUTS: Mapping[str, str] = {

@@ -58,5 +58,6 @@ def test_weights_and_logits(folders: dict[str, tuple[Path, dict[str, torch.Tenso
     with LLMEngine(folder) as engine:
         (expected,) = engine.logits(IDS)
     difference = float((loaded["logits"][0] - expected).abs().max())
-    record_property("max_logit_difference", difference)
+    row = {"target": "awq", "model": name, "consumer": "transformers + GPTQModel", "difference": difference}
+    record_property("conformance", row)
     assert difference < 0.1 * float(expected.std())

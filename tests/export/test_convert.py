@@ -32,6 +32,10 @@ class Narrow(NativeEncoder):
         return Scheme("int4", scheme.symmetric, "group", 16)
 
 
+def by(encoder):
+    return lambda model, checkpoint: encoder(checkpoint)
+
+
 def same(a: QuantizedTensor, b: QuantizedTensor) -> bool:
     zeros = (a.zero_point is None) == (b.zero_point is None)
     zeros = zeros and (a.zero_point is None or torch.equal(a.zero_point, b.zero_point))
@@ -51,7 +55,7 @@ def same(a: QuantizedTensor, b: QuantizedTensor) -> bool:
 )
 def test_native_to_native_keeps_every_code(tmp_path: Path, scheme: Scheme, inputs: ActivationScheme | None) -> None:
     source = save_native(save_tiny(tmp_path / "m", "qwen2"), tmp_path / "q", scheme, inputs)
-    done = convert(source, tmp_path / "out", NativeEncoder)
+    done = convert(source, tmp_path / "out", by(NativeEncoder))
     with open_native(source) as old, open_native(tmp_path / "out") as new:
         assert old.modules == new.modules
         assert done.linears == len(old.modules)
@@ -72,7 +76,7 @@ def test_native_to_native_keeps_every_code(tmp_path: Path, scheme: Scheme, input
 def test_a_refusal_names_linears_and_what_would_help(tmp_path: Path) -> None:
     source = save_native(save_tiny(tmp_path / "m"), tmp_path / "q", INT4)
     with pytest.raises(UnsupportedError) as caught:
-        convert(source, tmp_path / "out", Narrow)
+        convert(source, tmp_path / "out", by(Narrow))
     assert str(caught.value) == (
         "the source cannot be written as narrow: model.layers.0.mlp.down_proj (int4-sym-g32, like 13 others) "
         "has no groups of 16; --regroup 16 splits the groups without a loss or --requantize rounds them anew, to "
@@ -84,7 +88,7 @@ def test_a_refusal_names_linears_and_what_would_help(tmp_path: Path) -> None:
 
 def test_split_groups_mean_the_same(tmp_path: Path) -> None:
     source = save_native(save_tiny(tmp_path / "m"), tmp_path / "q", Scheme("int4", False, "group", 32))
-    convert(source, tmp_path / "out", Narrow, regroup=16)
+    convert(source, tmp_path / "out", by(Narrow), regroup=16)
     assert torch.equal(our_logits(source, IDS), our_logits(tmp_path / "out", IDS))
     with open_native(tmp_path / "out") as new:
         assert {linear.scheme.group_size for linear in new.reader.linears.values()} == {16}
@@ -92,7 +96,7 @@ def test_split_groups_mean_the_same(tmp_path: Path) -> None:
 
 def test_rounding_anew_is_said(tmp_path: Path) -> None:
     source = save_native(save_tiny(tmp_path / "m"), tmp_path / "q", Scheme("int8", True, "channel", None))
-    done = convert(source, tmp_path / "out", Narrow, requantize=True)
+    done = convert(source, tmp_path / "out", by(Narrow), requantize=True)
     assert done.rounded == done.linears == 14
     with open_native(source) as old, open_native(tmp_path / "out") as new:
         for module in old.modules:
