@@ -21,6 +21,7 @@ def main() -> None:
     ids = mx.load(sys.argv[1])["ids"]
     for folder in map(Path, sys.argv[2:]):
         model, _ = load_model(folder)
+        model.set_dtype(mx.float32)  # bfloat16 activations would differ by more than any fault of the weights
         tensors = {
             f"{name}.weight": dequantized(module)
             for name, module in model.named_modules()
