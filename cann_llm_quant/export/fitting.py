@@ -48,16 +48,14 @@ def fit(model: PackedModel, holder: Holder, *, size: int | None = None, requanti
     schemes: dict[str, Scheme] = {}
     rounded: set[str] = set()
     refused: dict[str, list[str]] = {}
-    for module, own in model.schemes.items():
-        scheme = _split(own, model.shapes[module][1], size)
-        reason = _refusal(model, holder, module, scheme)
-        nearest = holder.nearest(scheme, model.shapes[module]) if reason and requantize else None
-        if reason and nearest and _refusal(model, holder, module, nearest) is None:
-            scheme, reason = nearest, None
+    for module in model.schemes:
+        scheme, reason = _as_it_is(model, holder, module, size)
+        nearest = _anew(model, holder, module, size) if reason and requantize else None
+        if nearest is not None:
             rounded.add(module)
-        schemes[module] = scheme
-        if reason:
+        elif reason:
             refused.setdefault(reason, []).append(module)
+        schemes[module] = nearest or scheme
     if refused:
         raise UnsupportedError(_message(model, holder, refused, size))
     return Fit(schemes, frozenset(rounded))
@@ -65,7 +63,29 @@ def fit(model: PackedModel, holder: Holder, *, size: int | None = None, requanti
 
 def fitted(model: PackedModel, fit: Fit) -> PackedModel:
     """The model as it will be written."""
-    return replace(model, schemes=fit.schemes)
+    return replace(model, schemes=fit.schemes, scattered=model.scattered - fit.rounded)
+
+
+def _as_it_is(model: PackedModel, holder: Holder, module: str, size: int | None) -> tuple[Scheme, str | None]:
+    """The scheme of a linear whose weights are kept, its groups split to `size`, and why the layout refuses it.
+
+    A scale a row is split only where the layout would take the groups: beside grouped linears it means something else.
+    """
+    own = model.schemes[module]
+    scheme, reason = _split(own, model.shapes[module][1], size), _scattered(model, holder, module, size)
+    reason = reason or _refusal(model, holder, module, scheme)
+    if reason and scheme != own and own.group_size is None and _refusal(model, holder, module, own) is None:
+        return own, None
+    return scheme, reason
+
+
+def _anew(model: PackedModel, holder: Holder, module: str, size: int | None) -> Scheme | None:
+    """What a refused linear would be rounded to, in groups no wider than `size` where the layout has such."""
+    nearest = holder.nearest(model.schemes[module], model.shapes[module])
+    if nearest is None:
+        return None
+    fine = _split(nearest, model.shapes[module][1], size)
+    return next((scheme for scheme in (fine, nearest) if _refusal(model, holder, module, scheme) is None), None)
 
 
 def _split(scheme: Scheme, columns: int, size: int | None) -> Scheme:
@@ -75,10 +95,19 @@ def _split(scheme: Scheme, columns: int, size: int | None) -> Scheme:
 
 
 def _refusal(model: PackedModel, holder: Holder, module: str, scheme: Scheme) -> str | None:
-    scattered = module in model.scattered and scheme == model.schemes[module]
-    if scattered and holder.layout not in _KEEP_COLUMN_ORDER:
-        return "has groups of scattered columns (act-order), which only GPTQ's g_idx can say"
     return holder.refusal(module, scheme, model.activations.get(module), model.shapes[module])
+
+
+def _scattered(model: PackedModel, holder: Holder, module: str, size: int | None) -> str | None:
+    """Why a linear whose groups are no runs of columns cannot stay so."""
+    if module not in model.scattered:
+        return None
+    if holder.layout not in _KEEP_COLUMN_ORDER:
+        return "has groups of scattered columns (act-order), which only GPTQ's g_idx can say"
+    own = model.schemes[module]
+    if _split(own, model.shapes[module][1], size) != own:
+        return "has groups of scattered columns (act-order), which --regroup cannot split"
+    return None
 
 
 def _message(model: PackedModel, holder: Holder, refused: Mapping[str, list[str]], size: int | None) -> str:
@@ -90,13 +119,13 @@ def _message(model: PackedModel, holder: Holder, refused: Mapping[str, list[str]
     ]
     every = [module for modules in refused.values() for module in modules]
     helps = []
-    sizes = [n for n in _SIZES if size is None and all(_fits_split(model, holder, module, n) for module in every)]
+    sizes = [n for n in _SIZES if size is None and all(_as_it_is(model, holder, one, n)[1] is None for one in every)]
     if sizes:
         helps.append(f"--regroup {sizes[0]} splits the groups without a loss")
-    if all(_fits_nearest(model, holder, module) for module in every):
-        near = holder.nearest(model.schemes[every[0]], model.shapes[every[0]])
-        assert near is not None, "it fits"
-        helps.append(f"--requantize rounds them anew, to {near.label()}")
+    nearest = [_anew(model, holder, module, size) for module in every]
+    labels = dict.fromkeys(scheme.label() for scheme in nearest if scheme is not None)
+    if None not in nearest:
+        helps.append(f"--requantize rounds them anew, to {' and '.join(labels)}")
     advice = " or ".join(helps) if helps else "quantize the float model for this layout instead"
     return f"the source cannot be written as {holder.layout}: {'; '.join(kinds)}; {advice}"
 
@@ -105,13 +134,3 @@ def _label(model: PackedModel, module: str) -> str:
     activations = model.activations.get(module)
     inputs = "" if activations is None else f" with {activations.dtype} inputs"
     return model.schemes[module].label() + inputs
-
-
-def _fits_split(model: PackedModel, holder: Holder, module: str, size: int) -> bool:
-    scheme = _split(model.schemes[module], model.shapes[module][1], size)
-    return _refusal(model, holder, module, scheme) is None
-
-
-def _fits_nearest(model: PackedModel, holder: Holder, module: str) -> bool:
-    nearest = holder.nearest(model.schemes[module], model.shapes[module])
-    return nearest is not None and _refusal(model, holder, module, nearest) is None
