@@ -32,13 +32,14 @@ def is_expressible(scheme: ActivationScheme) -> bool:
     return scheme.dtype in INT_BITS
 
 
-def quantize(graph: Graph, x: str, quantizer: InputQuantizer) -> QuantizedNodes:
-    """Quantize `x` [tokens, in], float32, by an integer scheme."""
+def quantize(graph: Graph, x: str, quantizer: InputQuantizer, columns: int) -> QuantizedNodes:
+    """Quantize `x` [tokens, columns], float32, by an integer scheme."""
     scheme = quantizer.scheme
     least, most = code_range(scheme)
     if scheme.strategy == "group":
         assert scheme.group_size is not None, "the scheme checks it"
-        x = graph.op("Reshape", x, graph.integers(0, -1, scheme.group_size))
+        # the tokens are what is inferred: there are none for an expert that nothing is routed to
+        x = graph.op("Reshape", x, graph.integers(-1, columns // scheme.group_size, scheme.group_size))
     scale, zero_point = _stored(graph, quantizer) if not scheme.dynamic else _measured(graph, x, scheme)
     scaled = graph.op("Div", x, scale)
     if zero_point is not None:
@@ -64,10 +65,11 @@ def _stored(graph: Graph, quantizer: InputQuantizer) -> tuple[str, str | None]:
 
 def _measured(graph: Graph, x: str, scheme: ActivationScheme) -> tuple[str, str | None]:
     least, most = code_range(scheme)
-    tiny, zero = graph.scalar(_TINY, WIDE), graph.scalar(0.0, WIDE)
+    tiny = graph.scalar(_TINY, WIDE)
     if scheme.symmetric:
         largest = _extreme(graph, "ReduceMax", graph.op("Abs", x), scheme)
         return graph.op("Max", graph.op("Div", largest, graph.scalar((most - least) / 2, WIDE)), tiny), None
+    zero = graph.scalar(0.0, WIDE)
     low = graph.op("Min", _extreme(graph, "ReduceMin", x, scheme), zero)
     high = graph.op("Max", _extreme(graph, "ReduceMax", x, scheme), zero)
     span = graph.op("Div", graph.op("Sub", high, low), graph.scalar(most - least, WIDE))

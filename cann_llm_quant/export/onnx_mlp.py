@@ -87,7 +87,9 @@ class Mlp:
         rows = graph.op("Squeeze", places, graph.integers(0))
         output = self._gated(layer, prefix, graph.op("Gather", x, rows))
         share = self._weighted(output, graph.op("Gather", column, rows))
-        return graph.op("ScatterND", y, graph.op("Transpose", places, perm=[1, 0]), share, reduction="add")
+        # every row occurs once; ONNX Runtime's ScatterND does not add float16 itself
+        sums = graph.op("Add", graph.op("Gather", y, rows), share)
+        return graph.op("ScatterND", y, graph.op("Transpose", places, perm=[1, 0]), sums)
 
     def _weighted(self, output: str, column: str) -> str:
         """`output * column` in float32, rounded to the stream's type."""

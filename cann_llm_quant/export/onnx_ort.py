@@ -102,7 +102,7 @@ class OrtDialect:
         """As `integers` or `nbits`; as `blocks` where no block fits or no contributed operator may be used."""
         weight, order = by_group(as_integers(weight))
         if inputs is not None and _multiplies_integers(weight, inputs):
-            return _store_integers(graph, name, weight)
+            return _store_integers(graph, name, weight, sums=not inputs.scheme.symmetric)
         columns = "" if order is None else graph.constant(f"{name}.columns", order)
         width = weight.scheme.columns_per_scale(weight.shape[1])
         block = _block_of(weight.scheme, width)
@@ -122,7 +122,7 @@ class OrtDialect:
     ) -> str:
         """`x @ matrixᵀ + bias`; inputs are quantized first where an integer scheme says so."""
         if inputs is not None and onnx_inputs.is_expressible(inputs.scheme):
-            quantized = onnx_inputs.quantize(graph, graph.cast(x, WIDE), inputs)
+            quantized = onnx_inputs.quantize(graph, graph.cast(x, WIDE), inputs, matrix.shape[1])
             if matrix.form == "integers":
                 return _multiply_integers(graph, quantized, matrix, bias, dtype)
             x = graph.cast(onnx_inputs.dequantize(graph, quantized, matrix.shape[1]), dtype)
@@ -245,12 +245,14 @@ def _multiplies_integers(weight: QuantizedTensor, inputs: InputQuantizer) -> boo
     return ours and onnx_inputs.is_expressible(inputs.scheme) and inputs.scheme.strategy != "group"
 
 
-def _store_integers(graph: Graph, name: str, weight: QuantizedTensor) -> StoredMatrix:
+def _store_integers(graph: Graph, name: str, weight: QuantizedTensor, *, sums: bool) -> StoredMatrix:
+    """`sums` of the rows are what inputs with zero points need."""
     parts = {
         "codes": graph.constant(f"{name}.codes", to_fields(weight.codes, 8).t()),
         "scales": graph.constant(f"{name}.scales", row_scales(weight.scale, weight.scheme, weight.shape[0]).t()),
-        "sums": graph.constant(f"{name}.sums", weight.codes.sum(dim=1, dtype=torch.int32)),
     }
+    if sums:
+        parts["sums"] = graph.constant(f"{name}.sums", weight.codes.sum(dim=1, dtype=torch.int32))
     return StoredMatrix(name, "integers", weight.shape, 8, 0, parts)
 
 

@@ -53,14 +53,18 @@ class QuantizedInput:
 
     def centered(self) -> Float[Tensor, "rows in"]:
         """`codes - zero_point`: what is multiplied by the scale. At most 255 in magnitude for 8-bit integers."""
-        return self.codes if self.zero_point is None else self.codes - self.zero_point
+        if self.zero_point is None:
+            return self.codes
+        return (self._by_group(self.codes) - self.zero_point.unsqueeze(-1)).view(self.codes.shape)
 
     def dequantize(self) -> Float[Tensor, "rows in"]:
         """`(codes - zero_point) * scale` in float32."""
-        rows, columns = self.codes.shape
+        return (self._by_group(self.centered()) * self.scale.unsqueeze(-1)).view(self.codes.shape)
+
+    def _by_group(self, codes: Float[Tensor, "rows in"]) -> Float[Tensor, "rows groups size"]:
+        rows, columns = codes.shape
         groups = self.scale.shape[1]
-        parts = self.centered().view(rows, groups, columns // groups)
-        return (parts * self.scale.unsqueeze(-1)).view(rows, columns)
+        return codes.view(rows, groups, columns // groups)
 
 
 @dataclass(frozen=True)

@@ -117,6 +117,17 @@ def test_float16_stays_near(packed: Path, tmp_path: Path) -> None:
     assert np.abs(OrtRun(folder, batch=1)(ids) - expected).max() < 0.01 * np.abs(expected).max()
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+@pytest.mark.parametrize("inputs", [None, ActivationScheme(strategy="group", group_size=32)])
+def test_experts_that_no_token_is_routed_to(tmp_path: Path, dtype: str, inputs: ActivationScheme | None) -> None:
+    few = {"num_hidden_layers": 1, "num_experts": 8, "num_experts_per_tok": 1}
+    packed = save_quantized(tmp_path, "qwen3_moe", INT4, inputs=inputs, **few)
+    ids = random_ids(1, 3)
+    expected = reference(packed, ids)
+    got = OrtRun(export(packed, tmp_path / "onnx", dtype=dtype).path, batch=1)(ids)
+    assert np.abs(got - expected).max() < (1e-5 if dtype == "fp32" else 0.02) * np.abs(expected).max()
+
+
 def test_bfloat16_for_cann_has_float32_biases(packed: Path, tmp_path: Path) -> None:
     graph = onnx.load(export(packed, tmp_path / "onnx", "cann", dtype="bf16").path / "model.onnx").graph
     kinds = {tensor.name.split(".", 3)[-1]: tensor.data_type for tensor in graph.initializer}

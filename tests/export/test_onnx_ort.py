@@ -202,6 +202,7 @@ INPUTS = [
     (ActivationScheme(strategy="tensor"), None),
     (ActivationScheme(dtype="int4"), None),
     (ActivationScheme(strategy="group", group_size=32), None),
+    (ActivationScheme(symmetric=False, strategy="group", group_size=32), None),
     (ActivationScheme(dynamic=False, strategy="tensor"), InputRange(torch.tensor([0.02]))),
     (
         ActivationScheme(symmetric=False, dynamic=False, strategy="tensor"),
@@ -229,6 +230,8 @@ def test_quantized_inputs_are_those_of_the_runner(
     assert np.allclose(y, ours.numpy(), rtol=1e-5, atol=1e-5)
     integers = scheme.dtype == "int8" and inputs.strategy != "group"
     assert any(node.kind == "MatMulInteger" for node in graph.nodes) == integers
+    used = {name for node in graph.nodes for name in node.inputs}
+    assert graph.initializers.keys() <= used
 
 
 def test_sums_of_the_largest_integers_do_not_saturate(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ DYNAMIC = {
     "int4-token": ActivationScheme("int4"),
     "int8-tensor": ActivationScheme(strategy="tensor"),
     "int8-group": ActivationScheme(strategy="group", group_size=16),
+    "int8-group-asymmetric": ActivationScheme(symmetric=False, strategy="group", group_size=16),
     "fp8-token": ActivationScheme("fp8_e4m3"),
     "fp8-group128": ActivationScheme("fp8_e4m3", strategy="group", group_size=128),
     "mxfp8": ActivationScheme("fp8_e4m3", strategy="group", group_size=32),
