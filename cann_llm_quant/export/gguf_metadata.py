@@ -76,9 +76,6 @@ def _rope(arch: Arch) -> dict[str, Any]:
         values |= {"rope.scaling.type": rope.kind, "rope.scaling.factor": float(rope.parameters["factor"])}
     if rope.kind == "yarn":
         values["rope.scaling.original_context_length"] = rope.parameters["original_max_position_embeddings"]
-        for beta in ("beta_fast", "beta_slow"):
-            if beta in rope.parameters:
-                values[f"rope.scaling.yarn_{beta}"] = float(rope.parameters[beta])
     return values
 
 

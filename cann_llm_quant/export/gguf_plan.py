@@ -47,6 +47,8 @@ _NAMES = {
     "k_norm": "attn_k_norm",
 }
 _ALWAYS_F32 = ("router", "shared_gate")
+# llama.cpp has keys for others, which it does not read for these architectures
+_YARN_BETAS = (32.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -165,6 +167,8 @@ def _contradiction(arch: Arch) -> str | None:
         return "it turns a part of each head only"
     if rope.kind == "yarn" and not _is_plain_yarn(arch):
         return "its yarn attention factor is not the usual one, which GGUF cannot say"
+    if rope.kind == "yarn" and _betas(arch) != _YARN_BETAS:
+        return f"its yarn ramp is from beta_fast, beta_slow = {_betas(arch)}, and that of its runtime {_YARN_BETAS}"
     return None
 
 
@@ -172,6 +176,11 @@ def _is_plain_yarn(arch: Arch) -> bool:
     _, factor = frequencies(arch.rope, arch.head_dim, 0)
     usual = 1 + 0.1 * math.log(max(1.0, arch.rope.parameters["factor"]))
     return abs(factor - usual) < 1e-6 and arch.rope.parameters.get("truncate", True) is True
+
+
+def _betas(arch: Arch) -> tuple[float, float]:
+    given = arch.rope.parameters
+    return float(given.get("beta_fast", _YARN_BETAS[0])), float(given.get("beta_slow", _YARN_BETAS[1]))
 
 
 def _check_experts(model: PackedModel) -> None:

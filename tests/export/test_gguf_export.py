@@ -271,7 +271,7 @@ def test_llama3_scaling_is_a_tensor_of_divisors(tmp_path: Path):
 def test_rotary_scaling_in_the_metadata(tmp_path: Path, kind: str):
     scaling = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0}
     if kind == "yarn":
-        scaling |= {"original_max_position_embeddings": 64, "beta_fast": 16.0}
+        scaling |= {"original_max_position_embeddings": 64}
     native = make(tmp_path, "qwen3", INT8, rope_parameters=scaling)
     written = export(native, tmp_path / "out")
     with open_native(native) as source, open_checkpoint(str(written.file)) as back:
@@ -298,6 +298,19 @@ def test_rotary_scaling_in_the_metadata(tmp_path: Path, kind: str):
                 }
             },
             "yarn attention factor",
+        ),
+        (
+            "qwen2",
+            {
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "rope_theta": 1e4,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 64,
+                    "beta_fast": 16.0,
+                }
+            },
+            r"yarn ramp is from beta_fast, beta_slow = \(16.0, 1.0\)",
         ),
     ],
 )
