@@ -4,13 +4,12 @@ The layout is in `gguf_header`. Sizes are known beforehand, so that no more than
 Metadata values: str, bool, int (u32, u64 where it must be), float (f32), and lists of str, int (i32) or float (f32).
 """
 
-import hashlib
-import os
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -18,6 +17,8 @@ from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Kind
 from jaxtyping import Shaped
 from torch import Tensor
+
+from cann_llm_quant.checkpoint.hashed_file import HashedFile
 
 _VERSION = 3
 _ALIGNMENT = 32
@@ -54,38 +55,31 @@ class GgufWriter:
     def __init__(self, path: Path, metadata: Mapping[str, Any], entries: Sequence[TensorEntry]) -> None:
         self._path = path
         self._entries = list(entries)
-        self._digest = hashlib.sha256()
-        self._nbytes = 0
-        self._file = path.open("wb")
-        self._put(encode_head(metadata, entries))
+        self._file = HashedFile(path)
+        self._file.write(encode_head(metadata, entries))
 
     def __enter__(self) -> "GgufWriter":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.__exit__(kind, error, trace)
 
     def append(self, entry: TensorEntry, parts: Iterable[Shaped[Tensor, "..."]]) -> None:
         """The next tensor of the table, as contiguous tensors whose bytes follow each other."""
         assert self._entries.pop(0) == entry, "tensors come in the order of the table"
-        start = self._nbytes
+        start = self._file.nbytes
         for part in parts:
-            self._put(part.reshape(-1).view(torch.uint8).numpy().data)
-        assert self._nbytes - start == entry.nbytes, f"{entry.name} has another size than its table says"
-        self._put(b"\0" * (-self._nbytes % _ALIGNMENT))
+            self._file.write(part.reshape(-1).view(torch.uint8).numpy().data)
+        assert self._file.nbytes - start == entry.nbytes, f"{entry.name} has another size than its table says"
+        self._file.write(b"\0" * (-self._file.nbytes % _ALIGNMENT))
 
     def finish(self) -> WrittenFile:
         """Sync the file; all tensors must have come."""
         assert not self._entries, "tensors are missing"
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        return WrittenFile(self._path, self._nbytes, self._digest.hexdigest())
-
-    def _put(self, data: bytes | memoryview) -> None:
-        self._file.write(data)
-        self._digest.update(data)
-        self._nbytes += len(data)
+        digest = self._file.finish()
+        return WrittenFile(self._path, self._file.nbytes, digest)
 
 
 def encode_head(metadata: Mapping[str, Any], entries: Sequence[TensorEntry]) -> bytes:

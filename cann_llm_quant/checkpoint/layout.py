@@ -9,7 +9,6 @@ Offsets count from the start of the data. The same tensors in the same order alw
 Format: https://github.com/huggingface/safetensors#format
 """
 
-import hashlib
 import json
 import os
 import struct
@@ -20,6 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from cann_llm_quant.checkpoint.hashed_file import HashedFile
 from cann_llm_quant.errors import CheckpointError
 
 DTYPE_NAMES: dict[torch.dtype, str] = {
@@ -121,22 +121,19 @@ def read_header(path: Path) -> tuple[list[Span], int]:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[int, str]:
-    """Write one safetensors file; returns its size and sha256. One tensor at a time is held as a copy."""
+    """Write one safetensors file; returns its size and sha256. A few tensors at a time are held as copies."""
     unplaced = [
         Span(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), 0, tensor.numel() * tensor.element_size())
         for name, tensor in sorted(tensors.items())
     ]
     spans = lay_out(unplaced)
-    digest, size = hashlib.sha256(), 0
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
+    with HashedFile(temporary) as file:
         for data in _file_parts(spans, tensors):
-            digest.update(data)
-            size += file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+            file.write(data)
+        digest = file.finish()
     os.replace(temporary, path)
-    return size, digest.hexdigest()
+    return file.nbytes, digest
 
 
 def _file_parts(spans: list[Span], tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:

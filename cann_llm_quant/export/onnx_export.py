@@ -10,7 +10,6 @@ export.json          what wrote the folder, from what; `--overwrite` may replace
 """
 
 import hashlib
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 
 from cann_llm_quant import __version__
 from cann_llm_quant.checkpoint.base import TensorInfo
+from cann_llm_quant.checkpoint.hashed_file import HashedFile
 from cann_llm_quant.checkpoint.journal import disk_errors
 from cann_llm_quant.checkpoint.output_folder import OutputFolder
 from cann_llm_quant.errors import UnsupportedError, UsageError
@@ -78,12 +78,11 @@ def export_onnx(
     name = str(kind).removeprefix("torch.")
     origin = {"layout": "onnx", "dialect": way.name, "dtype": name, "source": checkpoint.fingerprint()}
     with OutputFolder.open(out, run=origin, overwrite=overwrite, sources=[checkpoint.path]) as folder:
-        with disk_errors(folder.result), (folder.result / DATA_FILE).open("wb") as file:
+        with disk_errors(folder.result), HashedFile(folder.result / DATA_FILE) as file:
             data = DataFile(file)
             graph = Graph(way.opset, data)
             build_decoder(graph, model, checkpoint, way, kind, progress)
-            file.flush()
-            os.fsync(file.fileno())
+            data.finish()
         files = checkpoint.companion_files() | way.files(graph)
         files[MODEL_FILE] = model_bytes(graph, f"{model.arch.model_type} decoder for {way.name}, {name}")
         files["config.json"] = json_bytes(output_config(model.config, model.arch, name, None))

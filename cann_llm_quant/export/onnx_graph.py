@@ -5,15 +5,14 @@ in the model itself, where shape inference sees them, everything else in `model.
 a time and the graph only remembers where they lie.
 """
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import BinaryIO
 
 import torch
 from torch import Tensor
 
+from cann_llm_quant.checkpoint.hashed_file import HashedFile
 from cann_llm_quant.errors import CheckpointError
 
 DATA_FILE = "model.onnx.data"
@@ -75,10 +74,14 @@ class Initializer:
 class DataFile:
     """The file of weights, written from front to back."""
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: HashedFile) -> None:
         self._file = file
-        self._digest = hashlib.sha256()
-        self.size = 0
+        self.sha256 = ""
+
+    @property
+    def size(self) -> int:
+        """Bytes so far."""
+        return self._file.nbytes
 
     def begin(self) -> int:
         """Fill up to the next aligned offset and return it."""
@@ -87,15 +90,11 @@ class DataFile:
 
     def write(self, tensor: Tensor) -> None:
         """The tensor's bytes, row by row."""
-        data = memoryview(as_bytes(tensor).numpy().data)
-        self._file.write(data)
-        self._digest.update(data)
-        self.size += len(data)
+        self._file.write(memoryview(as_bytes(tensor).numpy().data))
 
-    @property
-    def sha256(self) -> str:
-        """Of what was written, in hex."""
-        return self._digest.hexdigest()
+    def finish(self) -> None:
+        """Flush all to the disk; `sha256` is then that of the file."""
+        self.sha256 = self._file.finish()
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

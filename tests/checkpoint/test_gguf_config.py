@@ -116,6 +116,32 @@ def test_other_divisors_are_refused(tmp_path):
         recovered(tmp_path / "m.gguf", extra=odd)
 
 
+@pytest.mark.parametrize("shape", [(2, 16), (8,), (1,)])
+def test_divisors_of_another_number_are_refused(tmp_path, shape):
+    with pytest.raises(UnsupportedError, match="rope_freqs"):
+        recovered(tmp_path / "m.gguf", extra={"rope_freqs.weight": np.ones(shape, dtype=np.float32)})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "neutral"),
+    [
+        ("rope.dimension_count", HIDDEN // HEADS // 2, HIDDEN // HEADS),
+        ("attention.value_length", 32, HIDDEN // HEADS),
+        ("attention.scale", 0.5, (HIDDEN // HEADS) ** -0.5),
+        ("logit_scale", 0.25, 1.0),
+        ("residual_scale", 0.5, 0.0),
+        ("embedding_scale", 12.0, 1.0),
+        ("expert_weights_scale", 2.5, 1.0),
+        ("expert_gating_func", 2, 1),
+    ],
+)
+def test_what_would_be_computed_otherwise_is_refused(tmp_path, key, value, neutral):
+    usual = recovered(tmp_path / "usual.gguf", "qwen2")
+    assert recovered(tmp_path / "neutral.gguf", "qwen2", metadata={f"qwen2.{key}": neutral}) == usual
+    with pytest.raises(UnsupportedError, match=r"m\.gguf: .* not supported"):
+        recovered(tmp_path / "m.gguf", "qwen2", metadata={f"qwen2.{key}": value})
+
+
 def test_every_token_that_ends_a_turn_is_an_end():
     key = "tokenizer.ggml.{}_token_id".format
     assert token_ids({key("eos"): 2})["eos_token_id"] == 2

@@ -20,6 +20,7 @@ import onnx
 from cann_operator import evaluate, unpacked, weight_quant_matmul
 from onnx_runs import export, random_ids, reference, save_quantized
 
+from cann_llm_quant.checkpoint.hashed_file import HashedFile
 from cann_llm_quant.errors import UnsupportedError, UsageError
 from cann_llm_quant.export.onnx_cann import COMMAND_FILE, OPERATOR, CannDialect, pack_transposed
 from cann_llm_quant.export.onnx_file import model_bytes
@@ -45,8 +46,9 @@ def test_packed_columns_come_back(rows: int, words: int, seed: int) -> None:
 
 def run(folder: Path, build: Any, feeds: dict[str, np.ndarray]) -> tuple[np.ndarray, Graph]:
     """What the reference evaluator computes of the graph that `build` adds to, in float16."""
-    with (folder / DATA_FILE).open("wb") as file:
-        graph = Graph(CANN.opset, DataFile(file))
+    with HashedFile(folder / DATA_FILE) as file:
+        data = DataFile(file)
+        graph = Graph(CANN.opset, data)
         for name, value in feeds.items():
             kind = ELEMENT_TYPES[torch.from_numpy(value).dtype]
             graph.inputs.append(Value(name, kind, tuple(f"{name}_{axis}" for axis in range(value.ndim))))

@@ -13,6 +13,7 @@ from native_folders import round_weight
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
+from cann_llm_quant.checkpoint.hashed_file import HashedFile
 from cann_llm_quant.errors import CheckpointError
 from cann_llm_quant.export.onnx_file import model_bytes
 from cann_llm_quant.export.onnx_graph import DATA_FILE, ELEMENT_TYPES, DataFile, Graph, Value
@@ -32,8 +33,9 @@ def run(folder: Path, build: Any, feeds: dict[str, np.ndarray], dialect: OrtDial
     import onnxruntime
 
     folder.mkdir(exist_ok=True)
-    with (folder / DATA_FILE).open("wb") as file:
-        graph = Graph(dialect.opset, DataFile(file))
+    with HashedFile(folder / DATA_FILE) as file:
+        data = DataFile(file)
+        graph = Graph(dialect.opset, data)
         for name, value in feeds.items():
             kind = ELEMENT_TYPES[torch.from_numpy(value).dtype]
             graph.inputs.append(Value(name, kind, tuple(f"{name}_{axis}" for axis in range(value.ndim))))

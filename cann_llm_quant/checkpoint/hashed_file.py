@@ -1,0 +1,64 @@
+"""A file that is written and hashed by two threads while its content is made by a third.
+
+Hashing takes as long as writing, and both let other threads run; so does flushing to the disk, which the system is
+asked to begin as soon as bytes are there.
+"""
+
+import hashlib
+import os
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+# Pieces that may be in work besides the one that is made.
+_AHEAD = 1
+
+
+class HashedFile:
+    """The file at `path`, made anew; leaving the context without `finish` leaves a torn one."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb")
+        self._digest = hashlib.sha256()
+        self._writer, self._hasher = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        self._pending: deque[tuple[Future[Any], Future[Any]]] = deque()
+        self.nbytes = 0
+
+    def __enter__(self) -> "HashedFile":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for pool in (self._writer, self._hasher):
+            pool.shutdown(cancel_futures=kind is not None)
+        self._file.close()
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append `data`, which must not change afterwards. Raises the OSError of an earlier piece."""
+        while len(self._pending) >= _AHEAD:
+            self._settle()
+        start, self.nbytes = self.nbytes, self.nbytes + len(data)
+        self._pending.append(
+            (self._writer.submit(self._write, data, start), self._hasher.submit(self._digest.update, data))
+        )
+
+    def finish(self) -> str:
+        """Flush the file to the disk; returns the hex sha256 of all of it. Raises OSError."""
+        while self._pending:
+            self._settle()
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return self._digest.hexdigest()
+
+    def _settle(self) -> None:
+        for future in self._pending.popleft():
+            future.result()
+
+    def _write(self, data: bytes | memoryview, start: int) -> None:
+        self._file.write(data)
+        if hasattr(os, "posix_fadvise"):  # begins writing back what it is said of
+            self._file.flush()
+            os.posix_fadvise(self._file.fileno(), start, len(data), os.POSIX_FADV_DONTNEED)
