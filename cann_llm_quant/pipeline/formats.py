@@ -3,15 +3,19 @@
 With `native` alone OUT is that output. Otherwise OUT holds a folder for each layout, `native` always among them, since
 the others are made from it, and `formats.json`, which says what run it belongs to: a killed run goes on with what is
 missing. What a layout cannot hold is refused before anything is quantized.
+
+    {"model": …, "recipe": {…}, "exports": {what is asked of the other layouts}, "replacing": true until a native
+    output that was there before has given way to this run's}
 """
 
 import json
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from cann_llm_quant.checkpoint.files import parse_json_object, read_bytes
 from cann_llm_quant.checkpoint.journal import sync_folder, write_file
 from cann_llm_quant.checkpoint.output_place import check_output, place_errors, refuse_existing
 from cann_llm_quant.errors import UsageError
@@ -21,14 +25,18 @@ from cann_llm_quant.export.layout import PackedModel
 from cann_llm_quant.export.layouts import Exported, ExportOptions, check_options, export_model, precheck
 from cann_llm_quant.export.packed import open_packed
 from cann_llm_quant.export.packed_model import storage_dtype
+from cann_llm_quant.export.to_float import FILE_NAME as FLOAT_FILE
+from cann_llm_quant.pipeline.kv_cache import planned_cache
 from cann_llm_quant.pipeline.prepare import Job
 from cann_llm_quant.pipeline.request import Event, QuantizeReport, RunOptions
 from cann_llm_quant.pipeline.run import quantize_model
-from cann_llm_quant.quant.kv import KvPlan
 from cann_llm_quant.recipe import Recipe
 
 FILE_NAME = "formats.json"
 NATIVE = "native"
+_NO_PART_OF_A_RUN = ("max_shard_bytes", "overwrite")
+# Which field of an export's own file says what it was made from.
+_ORIGINS = {EXPORT_FILE: "source_fingerprint", FLOAT_FILE: "packed_fingerprint"}
 _WEIGHT_SUFFIXES = (".safetensors", ".gguf", ".data")
 
 
@@ -66,7 +74,9 @@ def quantize_into(
         return Quantized(output, quantize_model(model, output, recipe, options=options, progress=progress), ())
     recipe = recipe.model_copy(update={"formats": (NATIVE,)})
     native = output / NATIVE
-    _claim(output, model, recipe, options)
+    asked = {key: value for key, value in asdict(exports).items() if key not in _NO_PART_OF_A_RUN}
+    identity = {"model": model, "recipe": recipe.model_dump(mode="json"), "exports": asked}
+    _claim(output, model, identity, options)
     report: QuantizeReport | None = None
     if options.overwrite or not native.exists():
 
@@ -74,27 +84,35 @@ def quantize_into(
             _check_layouts(job, others, exports, progress)
 
         report = quantize_model(model, native, recipe, options=options, before=check, progress=progress)
+        _mark(output, identity)
     done = [_export(native, output / layout, layout, exports, progress) for layout in others]
     return Quantized(output, report, tuple(done))
 
 
-def _claim(output: Path, model: str, recipe: Recipe, options: RunOptions) -> None:
+def _claim(output: Path, model: str, identity: Mapping[str, Any], options: RunOptions) -> None:
     """Make OUT this run's. Raises UsageError for one that is another's."""
-    named = Path(model)
-    sources = [named] if named.exists() else []
-    identity = json.dumps({"model": model, "recipe": recipe.model_dump(mode="json")}, indent=2).encode() + b"\n"
-    marker = output / FILE_NAME
+    named, native, marker = Path(model), output / NATIVE, output / FILE_NAME
     if marker.is_file():
-        if marker.read_bytes() != identity and not options.overwrite:
+        # of a run that was refused the marker is all there is
+        begun = any(path != marker for path in output.iterdir())
+        if begun and marker.read_bytes() != _content(identity) and not options.overwrite:
             raise UsageError(f"{output} holds the formats of another run: choose another -o, or pass --overwrite")
     elif os.path.lexists(output) and not (output.is_dir() and not any(output.iterdir())):
         refuse_existing(output)
     else:
-        check_output(output / NATIVE, overwrite=False, sources=sources)
+        check_output(native, overwrite=False, sources=[named] if named.exists() else [])
+    _mark(output, {**identity, "replacing": True} if options.overwrite and native.exists() else identity)
+
+
+def _mark(output: Path, identity: Mapping[str, Any]) -> None:
     with place_errors(output):
         output.mkdir(parents=True, exist_ok=True)
-        write_file(marker, identity)
+        write_file(output / FILE_NAME, _content(identity))
         sync_folder(output)
+
+
+def _content(identity: Mapping[str, Any]) -> bytes:
+    return json.dumps(identity, indent=2).encode() + b"\n"
 
 
 def _check_layouts(job: Job, layouts: list[str], exports: ExportOptions, tell: Callable[[Event], None]) -> None:
@@ -106,7 +124,7 @@ def _check_layouts(job: Job, layouts: list[str], exports: ExportOptions, tell: C
         schemes=schemes,
         activations=job.assignment.activations,
         shapes={module: (shape[0], shape[1]) for module, shape in shapes.items()},
-        kv=KvPlan.plain(job.arch.num_layers),
+        kv=planned_cache(job),
         dtype=storage_dtype(job.source, job.arch),
         config=job.source.config,
         tied={module: readers[0] for readers in job.assignment.tables.values() for module in readers[1:]},
@@ -130,9 +148,9 @@ def _export(native: Path, output: Path, layout: str, exports: ExportOptions, tel
 
 
 def _is_made_from(native: Path, output: Path) -> bool:
-    path = output / EXPORT_FILE
-    if not path.is_file():
+    origin = next((output / name for name in _ORIGINS if (output / name).is_file()), None)
+    if origin is None:
         return False
     with open_packed(native) as checkpoint:
-        made_from = json.loads(path.read_bytes().decode("utf-8")).get("source_fingerprint")
+        made_from = parse_json_object(read_bytes(origin), origin).get(_ORIGINS[origin.name])
         return bool(made_from == checkpoint.fingerprint())

@@ -18,7 +18,7 @@ from cann_llm_quant.kv_recipe import KvRecipe
 from cann_llm_quant.models.arch import Layer
 from cann_llm_quant.models.rope import rotary_dim
 from cann_llm_quant.pipeline.prepare import Job
-from cann_llm_quant.quant.kv import KvScales, KvScheme, LayerKv, kv_scale
+from cann_llm_quant.quant.kv import KvPlan, KvScales, KvScheme, LayerKv, kv_scale
 
 _SHARED = {"tensor": (0, 1), "head": (1,), "channel": ()}
 
@@ -146,6 +146,26 @@ def all_scales(job: Job, records: dict[str, dict[str, Any]]) -> tuple[KvScales, 
             "or ask for them with --kv-scale 1.0"
         )
     return scales
+
+
+def planned_cache(job: Job) -> KvPlan:
+    """The cache as the output will have it, with 1 and 0 for scales and zero points that are still to be measured."""
+    wanted = job.recipe.kv_cache
+    if job.kv is None or wanted is None:
+        return KvPlan.plain(job.arch.num_layers)
+    return KvPlan(
+        job.kv,
+        tuple(KvScales(*_unmeasured(job, layer.k), *_unmeasured(job, layer.v)) for layer in job.kv),
+        sink_tokens=wanted.sink_tokens,
+        recent_tokens=wanted.recent_tokens,
+    )
+
+
+def _unmeasured(job: Job, scheme: KvScheme | None) -> tuple[Tensor | None, Tensor | None]:
+    if scheme is None or not is_stored(scheme):
+        return None, None
+    shape = scheme.scale_shape(job.arch.num_kv_heads, 1, job.arch.head_dim)
+    return torch.ones(shape), None if scheme.symmetric else torch.zeros(shape, dtype=torch.int32)
 
 
 def kv_section(job: Job, records: dict[str, dict[str, Any]]) -> KvCache:

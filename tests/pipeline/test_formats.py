@@ -10,6 +10,7 @@ from tiny_models import save_tiny
 from cann_llm_quant.errors import UnsupportedError, UsageError
 from cann_llm_quant.export.layouts import LAYOUTS, ExportOptions
 from cann_llm_quant.export.packed import open_packed
+from cann_llm_quant.kv_recipe import KvRecipe
 from cann_llm_quant.pipeline import RunOptions, quantize_into
 from cann_llm_quant.recipe import Format, Recipe, validate_recipe
 
@@ -43,7 +44,7 @@ def test_several_layouts_hold_the_same_codes(tmp_path: Path) -> None:
 
 def test_a_run_that_was_stopped_between_layouts_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = save_tiny(tmp_path / "m", hidden_size=128, intermediate_size=256)
-    out, wanted = tmp_path / "out", recipe("awq", "gptq")
+    out, wanted = tmp_path / "out", recipe("float", "awq", "gptq")
     with monkeypatch.context() as patch:
         patch.setattr("cann_llm_quant.export.gptq.GptqEncoder.files", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -84,3 +85,59 @@ def test_a_folder_of_somebody_else_is_not_filled(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="exists already"):
         run(model, tmp_path / "out", recipe("awq"))
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["letters.txt"]
+
+
+def test_flags_can_be_corrected_after_a_refusal(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path / "m", hidden_size=128, intermediate_size=256)
+    with pytest.raises(UnsupportedError, match="AWQ holds 4 bits"):
+        run(model, tmp_path / "out", recipe("awq", bits=8))
+    assert run(model, tmp_path / "out", recipe("awq")).report is not None
+
+
+def test_layouts_made_for_another_runtime_are_not_taken_for_those_asked_for(tmp_path: Path) -> None:
+    model, out = save_tiny(tmp_path / "m", hidden_size=128, intermediate_size=256), tmp_path / "out"
+
+    def run_for(runtime: str, **options: bool):
+        exports = ExportOptions(runtime=runtime, **options)
+        return quantize_into(str(model), out, recipe("ascend"), options=RunOptions(**options), exports=exports)
+
+    run_for("vllm-ascend-0.23")
+    assert run_for("vllm-ascend-0.23").report is None
+    with pytest.raises(UsageError, match="formats of another run"):
+        run_for("vllm-ascend-0.25")
+    assert run_for("vllm-ascend-0.25", overwrite=True).report is not None
+
+
+def test_a_native_output_that_was_to_be_replaced_is_not_taken_for_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, out = save_tiny(tmp_path / "m", hidden_size=128, intermediate_size=256), tmp_path / "out"
+    run(model, out, recipe("awq"))
+    with monkeypatch.context() as patch:
+        patch.setattr("cann_llm_quant.pipeline.formats.quantize_model", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run(model, out, recipe("awq", group_size=64), overwrite=True)
+    for wanted in (recipe("awq", group_size=64), recipe("awq")):
+        with pytest.raises(UsageError, match="formats of another run"):
+            run(model, out, wanted)
+    run(model, out, recipe("awq", group_size=64), overwrite=True)
+    assert run(model, out, recipe("awq", group_size=64)).report is None
+    config = json.loads((out / "awq" / "config.json").read_text())
+    assert config["quantization_config"]["group_size"] == 64
+
+
+def test_a_cache_that_a_layout_cannot_hold_is_refused_before_anything_is_quantized(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path / "m", hidden_size=128, intermediate_size=256)
+    told = []
+
+    def attempt(layout: str, cache: str, **values: float) -> None:
+        wanted = recipe(layout).model_copy(update={"kv_cache": KvRecipe(scheme=cache, **values)})
+        options, exports = RunOptions(), ExportOptions()
+        quantize_into(str(model), tmp_path / "out", wanted, options=options, exports=exports, progress=told.append)
+
+    with pytest.raises(UnsupportedError, match="layer 0 keeps K of the KV cache in int8-asym-channel; ascend holds"):
+        attempt("ascend", "int8-channel-asym-static", scale=0.1)
+    assert [path.name for path in (tmp_path / "out").rglob("*")] == ["formats.json"]
+    attempt("awq", "int8-token")
+    warnings = [event.message for event in told if event.warning]
+    assert "awq: AWQ cannot say how keys and values are cached; the KV cache's format is left out" in warnings
