@@ -86,6 +86,10 @@ def read_kv(checkpoint: Checkpoint, num_layers: int, head_dim: int) -> tuple[KvC
     layers, found = [], []
     schemes: dict[str, KvFormat] = {}
     stored = _by_layer(checkpoint, num_layers)
+    if not stored:
+        raise CheckpointError(
+            f"{checkpoint.path}: the description announces an int8 KV cache, but no kv_cache_scale is in any file"
+        )
     for number in range(num_layers):
         parts = stored.get(number)
         keys: dict[str, str] = {}

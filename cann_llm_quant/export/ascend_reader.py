@@ -13,13 +13,14 @@ from torch import Tensor
 
 from cann_llm_quant.checkpoint.base import Checkpoint, TensorInfo
 from cann_llm_quant.errors import CheckpointError, UnsupportedError
-from cann_llm_quant.export.ascend_description import FILE_NAME, Description, check_names, load_description
+from cann_llm_quant.export.ascend_description import Description, check_names, load_description
 from cann_llm_quant.export.ascend_kv import read_kv
 from cann_llm_quant.export.ascend_shapes import check_tensors, matrix_shape
 from cann_llm_quant.export.ascend_targets import is_expert
 from cann_llm_quant.export.ascend_types import SUFFIXES, TYPES, AscendType, decode_linear
 from cann_llm_quant.export.kv_section import KvCache
 from cann_llm_quant.export.layout import StoredLinear
+from cann_llm_quant.models.config_fields import ConfigFields
 from cann_llm_quant.quant.activations import InputQuantizer, InputRange
 from cann_llm_quant.quant.kv import KvScales
 from cann_llm_quant.quant.scheme import ActivationScheme, IntType, QuantizedTensor, Scheme, Strategy
@@ -155,14 +156,14 @@ class AscendReader:
     def _cache(self) -> tuple[KvCache, tuple[KvScales, ...]]:
         if not self.description.kv_cache:
             return KvCache(), ()
-        config = self._checkpoint.config
-        layers, heads, hidden = (config.get(key) for key in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
-        head_dim = config.get("head_dim") or (hidden // heads if heads and hidden else None)
-        if not isinstance(layers, int) or not isinstance(head_dim, int):
+        fields = ConfigFields(self._checkpoint.config, f"{self._checkpoint.path}/config.json")
+        layers, head_dim = fields.integer("num_hidden_layers"), fields.optional_integer("head_dim")
+        if layers > len(self._checkpoint.tensors):
             raise CheckpointError(
-                f"{self._checkpoint.path}/config.json: without num_hidden_layers and head_dim the KV scales that "
-                f"{FILE_NAME} announces cannot be read"
+                f"{fields.where}: {layers} layers cannot lie in {len(self._checkpoint.tensors)} tensors"
             )
+        if head_dim is None:
+            head_dim = max(1, fields.integer("hidden_size") // fields.integer("num_attention_heads"))
         return read_kv(self._checkpoint, layers, head_dim)
 
 

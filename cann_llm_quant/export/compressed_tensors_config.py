@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import Any
 
 from cann_llm_quant.errors import CheckpointError, UnsupportedError, UsageError
+from cann_llm_quant.export.foreign_patterns import foreign_pattern
 from cann_llm_quant.export.kv_section import KvCache, KvFormat, KvLayer
 from cann_llm_quant.models.config_fields import ConfigFields
 from cann_llm_quant.quant.kv import KvScheme
@@ -95,7 +96,7 @@ class CompressedTensorsConfig:
 
 
 def _pattern(target: str) -> re.Pattern[str]:
-    return re.compile(target.removeprefix("re:"))
+    return foreign_pattern(target.removeprefix("re:"), target)
 
 
 def compressed_tensors_config(config: Mapping[str, Any], where: str) -> CompressedTensorsConfig:
@@ -299,9 +300,6 @@ def _names(fields: ConfigFields, name: str) -> list[str]:
     for text in names:
         if not isinstance(text, str):
             raise CheckpointError(f"{fields.where}: {name} must list names, found {text!r}")
-        try:
-            re.compile(text.removeprefix("re:"))
-        except re.error as error:
-            if text.startswith("re:"):
-                raise CheckpointError(f"{fields.where}: {name} holds the invalid pattern {text!r}: {error}") from error
+        if text.startswith("re:"):
+            foreign_pattern(text.removeprefix("re:"), f"{fields.where}: {name}")
     return names

@@ -3,7 +3,7 @@
     <module>.weight             float8_e4m3fn [out, in]
     <module>.weight_scale_inv   float [ceil(out/128), ceil(in/128)]   w[i, j] = weight[i, j] * scale[i // 128, j // 128]
       or <module>.scale         (DeepSeek's own inference files)      despite its name it is multiplied by
-    <module>.weight_scale       float [] or [1] for the matrix, [out] or [out, 1] for its rows
+    <module>.weight_scale       float [] or [1] for the matrix, [out] or [out, 1] for its rows, or as above
     <module>.input_scale        float [] or [1], `activation_scheme` "static"
 
 `quant_method` is "fp8" or "fbgemm_fp8". Tiles at the right and lower edge are smaller than 128. A linear is quantized
@@ -50,7 +50,7 @@ class Fp8Reader:
         if section is None:
             raise CheckpointError(f"{self._fields.where} has no quantization_config; fetch the file again")
         _check_tiles(section)
-        self._static = section.text("activation_scheme", "dynamic") == "static"
+        self._static = _is_static(section)
         self.tied: Mapping[str, str] = {}
         self.kv_cache = KvCache()
         weights = [info for info in checkpoint.tensors.values() if _is_fp8_weight(info, str(checkpoint.path))]
@@ -136,6 +136,13 @@ def _check_tiles(section: ConfigFields) -> None:
         )
 
 
+def _is_static(section: ConfigFields) -> bool:
+    scheme = section.text("activation_scheme", "dynamic")
+    if scheme not in ("static", "dynamic"):
+        raise CheckpointError(f"{section.where}: activation_scheme must be static or dynamic, found {scheme!r}")
+    return scheme == "static"
+
+
 def _is_fp8_weight(info: TensorInfo, where: str) -> bool:
     if not info.name.endswith(".weight"):
         return False
@@ -148,9 +155,10 @@ def _is_fp8_weight(info: TensorInfo, where: str) -> bool:
 def _scheme(scale: TensorInfo, shape: tuple[int, int], where: str) -> Scheme:
     """The scheme whose scales have this shape."""
     suffix, strategy = scale.name.rpartition(".")[2], _strategy(scale.shape, shape)
-    if suffix in _TILE_SCALES and scale.shape == Scheme("fp8_e4m3", True, "tile", None).scale_shape(*shape):
+    tiled = scale.shape == Scheme("fp8_e4m3", True, "tile", None).scale_shape(*shape)
+    if tiled and (suffix in _TILE_SCALES or strategy is None):
         strategy = "tile"
-    if strategy is None or (suffix in _TILE_SCALES) != (strategy == "tile"):
+    if strategy is None or (suffix in _TILE_SCALES and strategy != "tile"):
         tiles = list(Scheme("fp8_e4m3", True, "tile", None).scale_shape(*shape))
         expected = str(tiles) if suffix in _TILE_SCALES else f"one number, {[shape[0], 1]} or {tiles}"
         raise CheckpointError(

@@ -20,6 +20,7 @@ from cann_llm_quant import __version__
 from cann_llm_quant.checkpoint.base import Checkpoint
 from cann_llm_quant.checkpoint.files import file_names, parse_json_object, read_bytes
 from cann_llm_quant.errors import CheckpointError, UnsupportedError
+from cann_llm_quant.export.foreign_patterns import foreign_pattern
 from cann_llm_quant.export.layout import PackedModel
 from cann_llm_quant.export.weight_only import most_common
 from cann_llm_quant.models.arch import Layer
@@ -180,11 +181,8 @@ def _overrides(fields: ConfigFields) -> tuple[tuple[re.Pattern[str], ConfigField
     for text, values in ({} if dynamic is None else dynamic.values).items():
         if text.startswith("-:"):
             continue
-        where = f"{fields.where}.dynamic: {text!r}"
+        where = f"{fields.where}.dynamic"
         if not isinstance(values, Mapping):
-            raise CheckpointError(f"{where} must be an object, found {values!r}")
-        try:
-            found.append((re.compile(text.removeprefix("+:")), ConfigFields(values, where)))
-        except re.error as error:
-            raise CheckpointError(f"{where} is no regular expression: {error.msg}") from error
+            raise CheckpointError(f"{where}: {text!r} must be an object, found {values!r}")
+        found.append((foreign_pattern(text.removeprefix("+:"), where), ConfigFields(values, where)))
     return tuple(found)

@@ -59,7 +59,7 @@ class NativeReader:
         if scheme.dtype == "fp4_e2m1":
             return out, 2 * columns
         name = f"{module}.weight_shape"
-        if name not in stored or stored[name].shape != (2,):
+        if name not in stored or stored[name].shape != (2,) or stored[name].dtype.is_floating_point:
             raise CheckpointError(f"{self._checkpoint.path}: {name} must hold two numbers, rows and columns")
         out, columns = self._checkpoint.load(name).tolist()
         return int(out), int(columns)

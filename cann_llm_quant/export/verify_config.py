@@ -15,6 +15,7 @@ from cann_llm_quant.checkpoint.files import file_names, parse_json_object, read_
 from cann_llm_quant.export.compressed_tensors_config import SECTION_NAMES, compressed_tensors_config
 from cann_llm_quant.export.compressed_tensors_reader import CompressedTensorsReader
 from cann_llm_quant.export.kv_scales import is_kv_scale
+from cann_llm_quant.export.mlx_folder import is_mlx
 from cann_llm_quant.export.native_reader import NativeReader
 from cann_llm_quant.export.packed_checkpoint import PackedCheckpoint
 from cann_llm_quant.export.verify_files import is_inside
@@ -27,6 +28,7 @@ from cann_llm_quant.quant.scheme import Scheme
 
 _LAYER = re.compile(r"(?:^|.*\.)(?:layers|h|blocks)\.(\d+)\.")
 _DESCRIPTION = "quant_model_description"
+_METHOD = "compressed-tensors"
 _PREDICTION = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 
 
@@ -106,7 +108,8 @@ def check_ignored(inner: Checkpoint, arch: Arch, findings: Findings) -> None:
     """
     where = f"{inner.path}/config.json"
     section = next((inner.config[name] for name in SECTION_NAMES if name in inner.config), None)
-    if not isinstance(section, Mapping) or section.get("quant_method", "compressed-tensors") != "compressed-tensors":
+    # MLX writes a section of the same name without a method; it has no groups that could match anything
+    if not isinstance(section, Mapping) or section.get("quant_method", _METHOD) != _METHOD or is_mlx(inner.config):
         return
     with findings.caught(where):
         config = compressed_tensors_config(inner.config, where)

@@ -12,6 +12,7 @@ from torch import Tensor
 from cann_llm_quant.checkpoint.base import Checkpoint
 from cann_llm_quant.errors import CheckpointError, UnsupportedError
 from cann_llm_quant.export.layout import PackedModel
+from cann_llm_quant.quant.ranges import SCALE_DTYPES
 from cann_llm_quant.quant.scheme import ActivationScheme, QuantizedTensor, Scheme
 
 
@@ -105,7 +106,7 @@ def stored_modules(checkpoint: Checkpoint, suffix: str) -> list[str]:
 
 
 def stored_matrix(checkpoint: Checkpoint, name: str, dtype: torch.dtype | None) -> tuple[int, int]:
-    """Rows and columns of a stored tensor of this type (None: a float type), known without reading it.
+    """Rows and columns of a stored tensor of this type (None: one of scales), known without reading it.
 
     Raises CheckpointError where it is missing, no matrix, or of another type.
     """
@@ -114,8 +115,10 @@ def stored_matrix(checkpoint: Checkpoint, name: str, dtype: torch.dtype | None) 
         raise CheckpointError(f"{checkpoint.path}: tensor {name} is missing; its linear cannot be read")
     if len(info.shape) != 2 or not all(info.shape):
         raise CheckpointError(f"{checkpoint.path}: {name} is {list(info.shape)}, expected a matrix")
-    if info.dtype != dtype and (dtype is not None or not info.dtype.is_floating_point):
-        raise CheckpointError(f"{checkpoint.path}: {name} is {info.dtype}, expected {dtype or 'a float type'}")
+    if info.dtype != dtype and (dtype is not None or info.dtype not in SCALE_DTYPES):
+        raise CheckpointError(
+            f"{checkpoint.path}: {name} is {info.dtype}, expected {dtype or 'a float type of 16 or 32 bits'}"
+        )
     return info.shape[0], info.shape[1]
 
 

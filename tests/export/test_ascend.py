@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from tiny_models import save_tiny
 
 from cann_llm_quant.checkpoint import open_checkpoint
+from cann_llm_quant.errors import CheckpointError
 from cann_llm_quant.export.ascend import AscendEncoder
 from cann_llm_quant.export.ascend_reader import AscendReader
 from cann_llm_quant.export.ascend_static import exact_quant_bias, float_bits, from_float_bits
@@ -290,6 +291,24 @@ def test_a_cache_alone_lies_beside_float_weights(llama, tmp_path):
     description = json.loads((tmp_path / "out/quant_model_description.json").read_text(encoding="utf-8"))
     assert description["model_quant_type"] == "FLOAT"
     assert opened(tmp_path / "out").kv_scales()[0].v_scale.shape == (2, 1, 16)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({}, "announces an int8 KV cache, but no kv_cache_scale"),
+        ({"hidden_size": [1], "head_dim": None}, "hidden_size must be a whole number"),
+        ({"num_hidden_layers": 10**12}, "layers cannot lie in"),
+    ],
+)
+def test_c39_an_announced_cache_without_scales_or_sizes_is_refused(llama, tmp_path, config, words):
+    out = tmp_path / "out"
+    save_ascend(llama, out, lambda module: None)
+    for name, change in (("quant_model_description.json", {"kv_cache_type": "C8"}), ("config.json", config)):
+        document = json.loads((out / name).read_text(encoding="utf-8"))
+        (out / name).write_text(json.dumps(document | change), encoding="utf-8")
+    with pytest.raises(CheckpointError, match=words):
+        opened(out)
 
 
 def test_narrow_integers_are_stored_in_wider_ones(llama, tmp_path):

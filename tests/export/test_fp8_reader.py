@@ -164,3 +164,18 @@ def test_bitsandbytes_is_known_by_its_tensors(name: str) -> None:
     with pytest.raises(UnsupportedError, match=rf"bitsandbytes \(tensor {name}\)"):
         refuse_unreadable(Path("m"), {}, ["a.weight", name])
     refuse_unreadable(Path("m"), {"quantization_config": {"quant_method": "fp8"}}, ["a.weight"])
+
+
+def test_tiles_are_read_under_the_name_of_other_scales_too(tmp_path: Path) -> None:
+    """As vLLM reads them: both names are multiplied by."""
+    weight, scale = codes(192, 160), torch.tensor([[0.5, 2.0], [4.0, 0.25]])
+    reader = reader_of(save(tmp_path / "m", {f"{M}.weight": weight, f"{M}.weight_scale": scale}))
+    assert reader.linears[M].scheme.label() == "fp8_e4m3-tile"
+    expected = weight.float() * scale.repeat_interleave(128, 0)[:192].repeat_interleave(128, 1)[:, :160]
+    assert torch.equal(reader.quantized(M).dequantize(), expected)
+
+
+def test_an_unknown_kind_of_inputs_is_refused(tmp_path: Path) -> None:
+    tensors = {f"{M}.weight": codes(8, 8), f"{M}.weight_scale": torch.tensor(0.5)}
+    with pytest.raises(CheckpointError, match="activation_scheme must be static or dynamic, found 'local'"):
+        reader_of(save(tmp_path / "m", tensors, quant_method="fp8", activation_scheme="local"))

@@ -215,6 +215,7 @@ def test_files_without_g_idx_have_groups_of_neighbours(tmp_path: Path) -> None:
         ("qzeros", lambda t: t[:, :3].contiguous(), "those of no GPTQ linear of 2, 3, 4, 8 bits"),
         ("scales", lambda t: t[:1].contiguous(), "those of no GPTQ linear"),
         ("scales", lambda t: t.to(torch.int32), "expected a float type"),
+        ("scales", lambda t: t.to(torch.float8_e4m3fn), "expected a float type of 16 or 32 bits"),
         ("qweight", lambda t: t.to(torch.int64), r"qweight is torch\.int64, expected torch\.int32"),
         ("g_idx", lambda t: t[:5].contiguous(), r"g_idx is torch\.int32 \[5\], expected int32 \[64\]"),
         ("g_idx", lambda t: t + 1, "names groups 1 to 2 of 2; the file is damaged"),

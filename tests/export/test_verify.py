@@ -166,6 +166,11 @@ def test_a_missing_tensor_is_named(out: Path, suffix: str) -> None:
     assert all(Q in line for line in lines)
 
 
+def test_a_shape_that_is_no_whole_number_is_a_fault(out: Path) -> None:
+    edit_tensors(out, lambda t: t.update({f"{Q}.weight_shape": torch.full((2,), float("nan"))}))
+    only(verify(str(out)), f"{Q}.weight_shape must hold two numbers")
+
+
 def test_a_missing_norm_is_named(out: Path) -> None:
     only(verify(str(edit_tensors(out, lambda t: t.pop("model.norm.weight")))), "model.norm.weight")
 

@@ -38,6 +38,7 @@ LAYOUTS = [
     ("gptq_v2", "int4"),
     ("ascend", "w8a8"),
     ("gguf", "int4"),
+    ("mlx", "int4"),
 ]
 
 

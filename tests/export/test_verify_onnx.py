@@ -31,6 +31,7 @@ FAULTS = [
     ({"location": "gone"}, "is not there"),
     ({"offset": 8}, "ends at byte 56 of model.onnx.data, which has 48"),
     ({"length": 44}, r"has 44 bytes, its shape [3, 4] needs 48"),
+    ({"offset": "x"}, "has a place that is no number"),
     ({"data": torch.full((3, 4), float("nan"))}, "holds NaN"),
 ]
 
@@ -58,3 +59,16 @@ def test_without_the_library_it_is_said_that_nothing_was_looked_into(
     result = verify(str(tmp_path))
     assert result.passed
     assert any("was not looked into" in remark for remark in result.findings.remarks)
+
+
+def test_numbers_inside_the_model_are_looked_at_and_a_file_of_nothing_is_no_model(tmp_path: Path) -> None:
+    onnx = pytest.importorskip("onnx")
+    folder = save(tmp_path / "m")
+    proto = onnx.load(str(folder / "model.onnx"), load_external_data=False)
+    weight = onnx.numpy_helper.from_array(torch.tensor([1.0, float("inf")]).numpy(), "v")
+    proto.graph.initializer.append(weight)
+    (folder / "model.onnx").write_bytes(proto.SerializeToString())
+    (fault,) = verify(str(folder)).findings.faults
+    assert fault.line().split("model.onnx: ")[1].startswith("v: holds NaN or infinity")
+    (folder / "model.onnx").write_bytes(b"")
+    assert any("it has no nodes" in fault.line() for fault in verify(str(folder)).findings.faults)
