@@ -18,6 +18,8 @@ from cann_llm_quant.errors import CheckpointError, UnsupportedError
 
 Metadata = Mapping[str, Any]
 Shapes = Mapping[str, tuple[int, ...]]
+_MULTIPLIERS = ("logit_scale", "residual_scale", "embedding_scale", "expert_weights_scale")
+_SOFTMAX = 1
 
 
 class ArchitectureKeys:
@@ -54,14 +56,13 @@ class ArchitectureKeys:
 
 
 def recover_config(
-    keys: ArchitectureKeys, names: Family, shapes: Shapes, rope_divisors: Float[Tensor, " half"] | None, dtype: str
+    keys: ArchitectureKeys, names: Family, shapes: Shapes, rope_divisors: Float[Tensor, "*half"] | None, dtype: str
 ) -> dict[str, Any]:
     """The Hugging Face config of a GGUF model whose stored shapes (rows first) are `shapes`."""
     heads = keys.count("attention.head_count")
     hidden = keys.count("embedding_length")
-    head_dim = keys.count("attention.key_length", keys.get("rope.dimension_count") or hidden // heads)
-    if keys.number("attention.value_length", head_dim) != head_dim:
-        raise UnsupportedError(f"{keys.where}: keys and values of different head sizes are not supported")
+    head_dim = keys.count("attention.key_length", hidden // heads)
+    _check_computation(keys, head_dim)
     config = {
         "architectures": [names.architecture],
         "model_type": names.model_type,
@@ -86,6 +87,19 @@ def recover_config(
     if names.expert_names:
         config |= _experts(keys, names, shapes)
     return config
+
+
+def _check_computation(keys: ArchitectureKeys, head_dim: int) -> None:
+    """Raise UnsupportedError for what the file says of its computation that a config here has no word for."""
+    if keys.number("attention.value_length", head_dim) != head_dim:
+        raise UnsupportedError(f"{keys.where}: keys and values of different head sizes are not supported")
+    if keys.count("rope.dimension_count", head_dim) != head_dim:
+        raise UnsupportedError(f"{keys.where}: heads of which rotary embedding turns a part are not supported")
+    usual = {"attention.scale": head_dim**-0.5, "expert_gating_func": _SOFTMAX}
+    for key in (*_MULTIPLIERS, *usual):
+        value = keys.number(key, 0)  # 0 is how llama.cpp says that there is none
+        if value != 0 and not math.isclose(value, usual.get(key, 1), rel_tol=1e-6):
+            raise UnsupportedError(f"{keys.where}: {keys.architecture}.{key} {value:g} is not supported")
 
 
 def token_ids(metadata: Metadata) -> dict[str, Any]:
@@ -159,13 +173,15 @@ def _scaling(keys: ArchitectureKeys) -> dict[str, Any] | None:
     )
 
 
-def llama3_scaling(divisors: Float[Tensor, " half"], theta: float, head_dim: int, where: str) -> dict[str, Any]:
+def llama3_scaling(divisors: Float[Tensor, "*half"], theta: float, head_dim: int, where: str) -> dict[str, Any]:
     """Parameters of Llama 3 rotary scaling that give these divisors of the `head_dim / 2` frequencies.
 
     With wavelength λ_i = 2π θ^(2i/head_dim), 1/divisor = (1-s)/factor + s where s = (L/λ - low)/(high - low) clamped to
     [0, 1]: in between, s is a line in 1/λ with slope L/(high-low) and intercept -low/(high-low). Only the ratio
     L : low : high is determined, so low is set to 1. Raises UnsupportedError when no parameters give the divisors.
     """
+    if tuple(divisors.shape) != (head_dim // 2,):
+        raise UnsupportedError(f"{where}: rope_freqs.weight is not the rotary scaling of Llama 3")
     d = divisors.double()
     wavelengths = 2 * math.pi * theta ** (torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     factor = float(d.max())
@@ -186,7 +202,7 @@ def llama3_scaling(divisors: Float[Tensor, " half"], theta: float, head_dim: int
     }
     smooth = ((length / wavelengths - low) / (high - low)).clamp(0, 1)
     expected = 1 / ((1 - smooth) / factor + smooth)
-    if d.numel() * 2 != head_dim or not torch.allclose(d, expected, rtol=1e-3):
+    if not torch.allclose(d, expected, rtol=1e-3):
         raise UnsupportedError(f"{where}: rope_freqs.weight is not the rotary scaling of Llama 3")
     return scaling
 

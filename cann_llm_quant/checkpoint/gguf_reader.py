@@ -72,6 +72,9 @@ class GgufCheckpoint:
         heads = keys.count("attention.head_count")
         names = family(keys.architecture, keys.number("expert_count", 0))
         shapes = {name: stored.shape for name, stored in header.tensors.items()}
+        for name in shapes:
+            if name.endswith((".scale", ".input_scale")):
+                raise UnsupportedError(f"{path}: {name} scales a matrix as a whole, which this version cannot read")
         self._path = path
         self._companions = companions
         self._header_length = header.nbytes

@@ -182,6 +182,12 @@ def test_unknown_tensors_keep_their_names_and_are_listed(tmp_path):
         checkpoint.load("lm_head.weight")
 
 
+def test_a_scale_of_a_whole_matrix_is_not_overlooked(tmp_path):
+    layout = llama_layout(state_dict(1)) | {"blk.0.attn_q.scale": np.ones(1, np.float32)}
+    with pytest.raises(UnsupportedError, match=r"blk\.0\.attn_q\.scale"):
+        open_checkpoint(str(write_gguf(tmp_path / "m.gguf", "llama", layout)))
+
+
 def test_unknown_architecture_is_named(tmp_path):
     path = write_gguf(tmp_path / "m.gguf", "mamba", llama_layout(state_dict(1)))
     with pytest.raises(UnsupportedError, match="'mamba'"):
