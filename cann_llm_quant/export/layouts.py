@@ -149,7 +149,7 @@ def export_model(
         lambda model, checkpoint: make(model, checkpoint, options),
         regroup=options.regroup,
         requantize=options.requantize,
-        options={"runtime": options.runtime} if layout == "ascend" else None,
+        options={"runtime": options.runtime, "kv_cache": options.kv_cache} if layout == "ascend" else None,
         max_shard_bytes=options.max_shard_bytes,
         overwrite=options.overwrite,
         progress=progress,

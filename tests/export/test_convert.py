@@ -9,8 +9,9 @@ import torch
 from native_folders import save_native
 from tiny_models import our_logits, save_tiny
 
-from cann_llm_quant.errors import UnsupportedError
+from cann_llm_quant.errors import ResumeError, UnsupportedError
 from cann_llm_quant.export.convert import convert
+from cann_llm_quant.export.layouts import ExportOptions, export_model
 from cann_llm_quant.export.native_encoder import NativeEncoder
 from cann_llm_quant.export.native_reader import open_native
 from cann_llm_quant.quant.regroup import finer, regroup
@@ -119,3 +120,16 @@ def test_regroup_repeats_scales(own: Scheme) -> None:
     assert finer(own, 64, 24) is None
     assert finer(replace(own, strategy="tensor", group_size=None), 64, 16) == split.scheme
     assert finer(Scheme("fp8_e4m3", True, "tile", None), 128, 32) is None
+
+
+def test_an_export_with_other_options_does_not_go_on_with_what_was_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = save_native(save_tiny(tmp_path / "m"), tmp_path / "q", INT4)
+    with monkeypatch.context() as patch:
+        patch.setattr("cann_llm_quant.export.ascend.AscendEncoder.files", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            export_model(source, tmp_path / "out", "ascend", ExportOptions(kv_cache=False))
+    with pytest.raises(ResumeError, match="kv_cache"):
+        export_model(source, tmp_path / "out", "ascend", ExportOptions())
+    export_model(source, tmp_path / "out", "ascend", ExportOptions(kv_cache=False))
