@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from cann_llm_quant.errors import UnsupportedError
+from cann_llm_quant.errors import UnsupportedError, UsageError
 from cann_llm_quant.export.layout import Holder, PackedModel
 from cann_llm_quant.quant.regroup import finer, regroup
 from cann_llm_quant.quant.rtn import solve
@@ -43,8 +43,10 @@ class Fit:
 def fit(model: PackedModel, holder: Holder, *, size: int | None = None, requantize: bool = False) -> Fit:
     """How each linear goes into the layout; `size` splits groups that are wider.
 
-    Raises UnsupportedError, naming a linear of each refused kind, when some do not fit.
+    Raises UnsupportedError, naming a linear of each refused kind, when some do not fit, UsageError for a `size` that
+    does not divide their groups.
     """
+    _check_divides(model, size)
     schemes: dict[str, Scheme] = {}
     rounded: set[str] = set()
     refused: dict[str, list[str]] = {}
@@ -64,6 +66,16 @@ def fit(model: PackedModel, holder: Holder, *, size: int | None = None, requanti
 def fitted(model: PackedModel, fit: Fit) -> PackedModel:
     """The model as it will be written."""
     return replace(model, schemes=fit.schemes, scattered=model.scattered - fit.rounded)
+
+
+def _check_divides(model: PackedModel, size: int | None) -> None:
+    """Raise UsageError for groups that are to be split and cannot be; block formats keep theirs."""
+    for module, scheme in model.schemes.items():
+        width = scheme.group_size
+        if size and width and scheme.scale_type == "float" and width > size and width % size:
+            raise UsageError(
+                f"--regroup {size} does not divide the groups of {width} that {module} has; give a divisor"
+            )
 
 
 def _as_it_is(model: PackedModel, holder: Holder, module: str, size: int | None) -> tuple[Scheme, str | None]:

@@ -1,7 +1,7 @@
 """Every layout that is written, by the name that `--to` and `--format` call it."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -137,7 +137,7 @@ def export_model(
     Raises UsageError for options that the layout does not take or an `output` that cannot be written, UnsupportedError
     for what the layout cannot hold, CheckpointError for a damaged source; all before any work but damaged numbers.
     """
-    check_options(layout, options)
+    check_options(options, layout)
     if layout in ("gguf", "onnx"):
         return _export_file(source, output, layout, options, progress)
     if layout == "float":
@@ -170,17 +170,27 @@ def precheck(model: PackedModel, layout: str, options: ExportOptions) -> list[st
     return encoder.check(fitted(model, fit(model, encoder, size=options.regroup, requantize=options.requantize)))
 
 
-def check_options(layout: str, options: ExportOptions) -> None:
-    """Raise UsageError for an unknown layout and for options that it does not take."""
-    if layout not in LAYOUTS:
-        raise UsageError(f"layout {layout!r} is not known; choose from {', '.join(LAYOUTS)}")
-    for option, layouts in _TAKEN_BY.items():
-        if getattr(options, option) not in (None, False) and layout not in layouts:
-            raise UsageError(f"--{option} is for {' and '.join(layouts)}, not for {layout}; leave it out")
+def check_options(options: ExportOptions, *layouts: str) -> None:
+    """Raise UsageError for an unknown layout and for options that none of the layouts takes."""
+    for layout in layouts:
+        if layout not in LAYOUTS:
+            raise UsageError(f"layout {layout!r} is not known; choose from {', '.join(LAYOUTS)}")
+    for option, takers in _TAKEN_BY.items():
+        if getattr(options, option) != getattr(_DEFAULTS, option) and not set(layouts) & set(takers):
+            flag = f"--{'no-' if getattr(_DEFAULTS, option) is True else ''}{option.replace('_', '-')}"
+            raise UsageError(f"{flag} is for {' and '.join(takers)}, not for {' and '.join(layouts)}; leave it out")
     if options.dialect is not None:
         dialect_of(options.dialect)
     if options.runtime is not None:
         target_named(options.runtime)
+
+
+def options_for(layout: str, options: ExportOptions) -> ExportOptions:
+    """The options without what is meant for other layouts that are written beside this one."""
+    return replace(
+        options,
+        **{option: getattr(_DEFAULTS, option) for option, takers in _TAKEN_BY.items() if layout not in takers},
+    )
 
 
 def _export_float(source: str | Path, output: Path, options: ExportOptions, progress: Progress) -> Exported:
@@ -300,4 +310,14 @@ LAYOUTS: Mapping[str, str] = {
     "onnx": "ONNX Runtime, or CANN's atc (see --dialect)",
     "float": "a plain checkpoint of dequantized weights",
 }
-_TAKEN_BY = {"dtype": ("float", "gguf", "onnx"), "runtime": ("ascend",), "dialect": ("onnx",)}
+_DEFAULTS = ExportOptions()
+_CODES = tuple(layout for layout in LAYOUTS if layout != "float")
+_TAKEN_BY = {
+    "regroup": _CODES,
+    "requantize": _CODES,
+    "dtype": ("float", "gguf", "onnx"),
+    "runtime": ("ascend",),
+    "dialect": ("onnx",),
+    "tokenizer": ("gguf",),
+    "kv_cache": ("ascend",),
+}

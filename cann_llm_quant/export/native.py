@@ -153,7 +153,9 @@ def _decode_packed(module: str, tensors: Mapping[str, Tensor], scheme: Scheme) -
     bits = scheme.bits
     packed = _shaped(module, "weight_packed", packed, (out, packed_length(columns, bits)))
     groups = _scale_shape(module, scheme, (out, columns))[1]
-    scale = _shaped(module, "weight_scale", _tensor(module, tensors, "weight_scale", None), (out, groups))
+    scale = _finite(
+        module, _shaped(module, "weight_scale", _tensor(module, tensors, "weight_scale", None), (out, groups))
+    )
     zeros = None
     if not scheme.symmetric:
         stored = _tensor(module, tensors, "weight_zero_point", torch.int32)
@@ -170,7 +172,7 @@ def _loaded_scale(
     stored = _tensor(module, tensors, "weight_scale", kinds.get(scheme.scale_type))
     stored = _shaped(module, "weight_scale", stored, shape)
     if scheme.scale_type == "float":
-        return stored, None
+        return _finite(module, stored), None
     if scheme.scale_type == "e8m0":
         return _finite(module, stored.view(torch.float8_e8m0fnu).to(torch.float32)), None
     divisor = _tensor(module, tensors, "weight_global_scale", torch.float32)

@@ -22,7 +22,7 @@ from cann_llm_quant.errors import UsageError
 from cann_llm_quant.export.convert import FILE_NAME as EXPORT_FILE
 from cann_llm_quant.export.inference_config import load_inference_config
 from cann_llm_quant.export.layout import PackedModel
-from cann_llm_quant.export.layouts import Exported, ExportOptions, check_options, export_model, precheck
+from cann_llm_quant.export.layouts import Exported, ExportOptions, check_options, export_model, options_for, precheck
 from cann_llm_quant.export.packed import open_packed
 from cann_llm_quant.export.packed_model import storage_dtype
 from cann_llm_quant.export.to_float import FILE_NAME as FLOAT_FILE
@@ -68,8 +68,7 @@ def quantize_into(
     Raises what `quantize_model` and `export_model` raise, for the layouts before work starts.
     """
     others: list[str] = [layout for layout in recipe.formats if layout != NATIVE]
-    for layout in others:
-        check_options(layout, exports)
+    check_options(exports, *(others or ["compressed-tensors"]))
     if not others:
         return Quantized(output, quantize_model(model, output, recipe, options=options, progress=progress), ())
     recipe = recipe.model_copy(update={"formats": (NATIVE,)})
@@ -144,7 +143,7 @@ def _export(native: Path, output: Path, layout: str, exports: ExportOptions, tel
     def step(done: int, total: int) -> None:
         tell(Event("write", done, total, layer=layout))
 
-    return export_model(native, output, layout, exports, progress=step)
+    return export_model(native, output, layout, options_for(layout, exports), progress=step)
 
 
 def _is_made_from(native: Path, output: Path) -> bool:

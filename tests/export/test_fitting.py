@@ -10,7 +10,7 @@ from native_folders import save_native
 from safetensors.torch import load_file, save_file
 from tiny_models import save_tiny
 
-from cann_llm_quant.errors import UnsupportedError
+from cann_llm_quant.errors import UnsupportedError, UsageError
 from cann_llm_quant.export.fitting import fit, fitted
 from cann_llm_quant.export.gptq import GptqEncoder
 from cann_llm_quant.export.layout import PackedModel
@@ -72,6 +72,11 @@ def test_linears_rounded_anew_get_the_groups_that_were_asked_for(tmp_path: Path)
     assert chosen.rounded == set(model.schemes)
 
 
+def test_groups_that_the_size_does_not_divide_are_refused_instead_of_kept(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--regroup 24 does not divide the groups of 32 that model\.layers\.0.*has"):
+        fit(mixed(tmp_path), Grouped(), size=24)
+
+
 def test_all_schemes_that_rounding_leads_to_are_named(tmp_path: Path) -> None:
     class Widths(Grouped):
         def refusal(self, module, scheme, activations, shape):
@@ -96,9 +101,10 @@ def test_c20_scattered_groups_are_never_offered_to_be_split(scattered: Path, tmp
 def test_c20_scattered_groups_are_rounded_anew_into_the_same_scheme(
     scattered: Path, tmp_path: Path, layout: str
 ) -> None:
+    options = ExportOptions(tokenizer=layout != "gguf")
     with pytest.raises(UnsupportedError, match="only GPTQ's g_idx can say; --requantize rounds them anew, to int4"):
-        export_model(scattered, tmp_path / "out", layout, ExportOptions(tokenizer=False))
-    done = export_model(scattered, tmp_path / "out", layout, ExportOptions(requantize=True, tokenizer=False))
+        export_model(scattered, tmp_path / "out", layout, options)
+    done = export_model(scattered, tmp_path / "out", layout, replace(options, requantize=True))
     assert done.rounded == done.linears == 14
     written = next((tmp_path / "out").glob("*.gguf"), tmp_path / "out")
     with open_packed(scattered) as old, open_packed(written) as new:

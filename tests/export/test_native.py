@@ -153,6 +153,15 @@ def test_c18_c19_golden_words() -> None:
     assert stored["m.weight_shape"].tolist() == [16, 16]
 
 
+@pytest.mark.parametrize("scheme", [Scheme("int4", True, "group", 32), Scheme("int8", True, "channel", None)])
+def test_scales_that_are_no_numbers_are_refused_before_they_travel(scheme: Scheme) -> None:
+    scale = torch.ones(scheme.scale_shape(8, 64))
+    scale[3, 0] = float("nan")
+    stored = native.encode("m", QuantizedTensor(torch.zeros(8, 64, dtype=torch.int8), scale, None, scheme))
+    with pytest.raises(CheckpointError, match="m: weight_scale holds NaN or infinity"):
+        native.decode("m", stored, scheme)
+
+
 @pytest.mark.parametrize("broken", ["weight_scale", "weight_shape"])
 def test_missing_tensor_is_named(broken: str) -> None:
     stored = native.encode("m", random_weight(8, 32, 4, 16, True, 0))

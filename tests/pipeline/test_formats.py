@@ -8,7 +8,7 @@ import torch
 from tiny_models import save_tiny
 
 from cann_llm_quant.errors import UnsupportedError, UsageError
-from cann_llm_quant.export.layouts import LAYOUTS, ExportOptions
+from cann_llm_quant.export.layouts import LAYOUTS, ExportOptions, check_options
 from cann_llm_quant.export.packed import open_packed
 from cann_llm_quant.kv_recipe import KvRecipe
 from cann_llm_quant.pipeline import RunOptions, quantize_into
@@ -76,6 +76,29 @@ def test_what_a_layout_cannot_hold_is_refused_before_anything_is_quantized(tmp_p
             exports=ExportOptions(dialect="cann"),
         )
     assert not (tmp_path / "other").exists()
+
+
+def test_options_go_to_the_layouts_that_take_them(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path / "m", hidden_size=128, intermediate_size=256)
+    exports = ExportOptions(runtime="vllm-ascend-0.25")
+    done = quantize_into(str(model), tmp_path / "out", recipe("ascend", "awq"), options=RunOptions(), exports=exports)
+    assert [export.layout for export in done.exports] == ["ascend", "awq"]
+    with pytest.raises(UsageError, match="--runtime is for ascend, not for compressed-tensors; leave it out"):
+        quantize_into(str(model), tmp_path / "alone", recipe("native"), options=RunOptions(), exports=exports)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tokenizer": False}, "--no-tokenizer is for gguf, not for float"),
+        ({"kv_cache": False}, "--no-kv-cache is for ascend, not for float"),
+        ({"requantize": True}, "--requantize is for compressed-tensors and .*, not for float"),
+        ({"regroup": 32}, "--regroup is for compressed-tensors and .*, not for float"),
+    ],
+)
+def test_options_that_a_layout_would_not_heed_are_refused(options: dict, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        check_options(ExportOptions(**options), "float")
 
 
 def test_a_folder_of_somebody_else_is_not_filled(tmp_path: Path) -> None:
