@@ -5,7 +5,7 @@ The checks go from what is cheap and certain to what is costly, and stop where t
     files     every header, index and name, SHA256SUMS            verify_files.py
     config    config.json and other descriptions against tensors  verify_config.py
     numbers   every code, scale and float tensor                  verify_weights.py
-    weights   against the source, where one is given              verify_weights.py
+    weights   against the source, where one is given              verify_weights.py, verify_origin.py
 """
 
 from collections import Counter
@@ -24,6 +24,7 @@ from cann_llm_quant.export.verify_config import check_config, check_description,
 from cann_llm_quant.export.verify_files import check_index, check_shards, check_sums
 from cann_llm_quant.export.verify_findings import Findings, Tick
 from cann_llm_quant.export.verify_onnx import check_onnx, onnx_files
+from cann_llm_quant.export.verify_origin import compare_architectures, compare_tokenizers
 from cann_llm_quant.export.verify_weights import WeightError, check_numbers, compare_weights
 from cann_llm_quant.models import arch_from_checkpoint
 from cann_llm_quant.models.arch import Arch
@@ -139,6 +140,11 @@ def _compare(result: Verification, ours: Checkpoint, source: Checkpoint, arch: A
     result.source = source.reader.layout if isinstance(source, PackedCheckpoint) else "float"
     with result.findings.caught(str(source.path)):
         _check_origin(ours, source, result.findings)
+        gguf = any(isinstance(one, PackedCheckpoint) and one.reader.layout == "gguf" for one in (ours, source))
+        whole = not gguf and ours.path.is_dir() and source.path.is_dir()
+        compare_architectures(arch, arch_from_checkpoint(source), result.findings, whole=whole)
+        if whole:
+            compare_tokenizers(ours, source, result.findings)
         result.errors = compare_weights(ours, source, arch, result.findings, tick)
         result.stages.append("weights")
 

@@ -30,11 +30,15 @@ _NEAR = 0.1  # relative distance from a power of two
 
 @dataclass
 class LayerFolds:
-    """The factors of one layer as its linears are gone through, sites in their order."""
+    """The factors of one layer as its linears are gone through, sites in their order.
+
+    `rows` has those that consumers undo, by role; `by_module` those of any linear.
+    """
 
     arch: Arch
     layer: Layer
     rows: dict[str, Tensor] = field(default_factory=dict)
+    by_module: dict[str, Tensor] = field(default_factory=dict)
 
     def columns(self, site: Site, ours: Checkpoint, source: Checkpoint) -> Float[Tensor, "in"] | None:
         """What the columns of a site's linears were multiplied by; None for nothing."""
@@ -72,6 +76,8 @@ class LayerFolds:
         rows = row_factors(out, expected)
         if rows is not None and role in ("q", "k"):
             rows = _powers_of_two(rows)
+        if rows is not None:
+            self.by_module[self.layer.linear(role).module] = rows
         if rows is not None and feeds:
             self.rows[role] = rows
         return rows

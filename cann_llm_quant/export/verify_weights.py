@@ -22,6 +22,7 @@ from cann_llm_quant.checkpoint.base import Checkpoint
 from cann_llm_quant.export.packed_checkpoint import PackedCheckpoint
 from cann_llm_quant.export.verify_findings import Findings, Tick, listed
 from cann_llm_quant.export.verify_folds import LayerFolds
+from cann_llm_quant.export.verify_origin import compare_vectors
 from cann_llm_quant.models.arch import Arch
 from cann_llm_quant.quant.scheme import QuantizedTensor, Scheme
 
@@ -31,6 +32,8 @@ _SLOPES = {2: (0.2, 2.5), 3: (0.3, 2.0)}  # by bits; others:
 _USUAL_SLOPES = (0.5, 1.5)
 _UNLIKE = 0.9  # relative error; that of unrelated numbers is 1 and more
 _BLOCK = 1 << 22  # elements
+_FAR = 1.5  # relative error of a group that no rounding to 4 bits leaves
+_SHIFT = 0.5  # of a group's mean, in steps; rounding errors average out
 _FAINT = 0.05  # groups fainter than this share of the matrix's rms say little
 
 
@@ -98,18 +101,23 @@ def compare_weights(
     """Every matrix of the decoder against the source's, in the model's order."""
     errors: list[WeightError] = []
     total = sum(len(layer.linears) for layer in arch.layers) + 2
-    for module, out, expected, scheme in _pairs(ours, source, arch, findings):
+    rows: dict[str, Tensor] = {}
+    for module, out, expected, scheme in _pairs(ours, source, arch, findings, rows):
         tick(len(errors), total, module)
         errors.append(_compared(module, out, expected, scheme, _same_codes(module, ours, source), findings))
-    _check_strangers(errors, findings)
+    if not _are_strangers(errors, findings):
+        compare_vectors(ours, source, arch, rows, findings)
     _compare_others(ours, source, arch, findings)
     return errors
 
 
 def _pairs(
-    ours: Checkpoint, source: Checkpoint, arch: Arch, findings: Findings
+    ours: Checkpoint, source: Checkpoint, arch: Arch, findings: Findings, factors: dict[str, Tensor]
 ) -> Iterator[tuple[str, Tensor, Tensor, Scheme | None]]:
-    """Each matrix beside what the source lets us expect; those of layers in float32."""
+    """Each matrix beside what the source lets us expect; those of layers in float32.
+
+    Puts the factors of rows into `factors`.
+    """
     linears = ours.reader.linears if isinstance(ours, PackedCheckpoint) else {}
     outer = [arch.embedding_name.removesuffix(".weight")] + ([] if arch.tied_head else [arch.head_module])
     for module in outer:
@@ -129,6 +137,7 @@ def _pairs(
                         continue
                     expected = expected if columns is None else expected * columns
                     rows = folds.take_rows(role, out, expected)
+                    factors |= folds.by_module
                     yield module, out, expected if rows is None else expected * rows[:, None], _scheme(linears, module)
 
 
@@ -222,7 +231,7 @@ def _measure(out: Float[Tensor, "out in"], expected: Float[Tensor, "out in"]) ->
 
 
 def _check_slopes(module: str, out: Tensor, expected: Tensor, scheme: Scheme, rms: float, findings: Findings) -> None:
-    """Groups whose weights are a wrong multiple of the source's: their scale belongs to others."""
+    """Groups whose weights are a wrong multiple of the source's, their scale belonging to others, or are shifted."""
     out, expected = out.to(torch.float32), expected.to(torch.float32)
     width = scheme.columns_per_scale(out.shape[1])
     if out.shape[1] % width:
@@ -241,24 +250,45 @@ def _check_slopes(module: str, out: Tensor, expected: Tensor, scheme: Scheme, rm
             f"{group}: {float(slope[row, group]):.3g})",
             "their scales, zero points or codes belong elsewhere; write the model again",
         )
+        return
+    far = loud & ((mine - theirs).square().sum(-1) > _FAR**2 * energy)
+    if scheme.bits >= 4 and bool(far.any()):
+        row, group = (int(n) for n in far.nonzero()[0])
+        findings.add(
+            module,
+            f"{int(far.sum())} of {far.numel()} groups are farther from the source's than zeros are (row {row}, group "
+            f"{group})",
+            "their zero points or codes are wrong; write the model again",
+        )
+        return
+    steps = (mine.amax(-1) - mine.amin(-1)) / ((1 << scheme.bits) - 1)
+    shift = float(torch.where(steps > 0, (mine - theirs).mean(-1) / steps, 0.0).median())
+    if scheme.is_integer and abs(shift) > _SHIFT:
+        findings.add(
+            module,
+            f"most groups lie {shift:+.1f} steps beside the source's",
+            "zero points are read one off, as of another version of the layout; correct the config",
+        )
 
 
-def _check_strangers(errors: list[WeightError], findings: Findings) -> None:
+def _are_strangers(errors: list[WeightError], findings: Findings) -> bool:
     """One sentence where nothing fits: then no file is damaged, but two models are compared."""
     strange = [error.module for error in errors if error.error > _UNLIKE]
-    if len(strange) > len(errors) // 2:
+    found = len(strange) > len(errors) // 2
+    if found:
         findings.faults[:] = [fault for fault in findings.faults if fault.where not in set(strange)]
         findings.add(
             "--against",
             f"{len(strange)} of {len(errors)} matrices do not resemble the source's: {listed(strange)}",
             "it is another model, or rotations were folded into the weights; name the model that it was made from",
         )
+    return found
 
 
 def _compare_others(ours: Checkpoint, source: Checkpoint, arch: Arch, findings: Findings) -> None:
     """Tensors that are no matrix of a site: routers must be equal, norms and biases may hold folded factors."""
     matrices = {f"{layer.linear(r).module}.weight" for layer in arch.layers for s in layer.sites for r in s.linears}
-    matrices |= {arch.embedding_name, f"{arch.head_module}.weight"}
+    matrices |= {arch.embedding_name, f"{arch.head_module}.weight", arch.final_norm_name}
     changed: list[str] = []
     for name in arch.tensor_shapes():
         if name in matrices or name not in source.tensors or name not in ours.tensors:

@@ -51,5 +51,5 @@ def test_a_target_of_a_config_is_refused_before_it_is_matched(tmp_path: Path) ->
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config["quantization_config"]["ignore"] = [r"re:(([a-z_]+)*\.*)+!"]
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    with pytest.raises(UnsupportedError, match="quantization_config: ignore: .* may take forever"):
+    with pytest.raises(UnsupportedError, match=r"quantization_config: ignore: .* may take forever"):
         open_packed(folder)
