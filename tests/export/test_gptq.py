@@ -358,7 +358,10 @@ def test_an_embedding_in_codes_becomes_float(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"model\.embed_tokens is quantized, and GPTQ stores only linears in"):
         GptqEncoder(2).check(model)
     encoder = GptqEncoder(2, floats=frozenset({embedding}))
-    assert encoder.check(model) == ["written in float, where GPTQ's readers take no codes: model.embed_tokens"]
+    assert encoder.check(model) == [
+        "written in float, where GPTQ's readers take no codes: model.embed_tokens",
+        "lm_head is in codes: GPTQModel, vLLM and SGLang read that, transformers loads a random head instead",
+    ]
     assert encoder.refusal(embedding, model.schemes[embedding], None, (128, 64)) is None
     weight = random_weight(scheme_for(8, -1, True), 128, 64)
     stored = encoder.encode(embedding, weight, None, None)
