@@ -25,6 +25,7 @@ from cann_llm_quant.export.verify_files import check_index, check_shards, check_
 from cann_llm_quant.export.verify_findings import Findings, Tick
 from cann_llm_quant.export.verify_onnx import check_onnx, onnx_files
 from cann_llm_quant.export.verify_origin import compare_architectures, compare_tokenizers
+from cann_llm_quant.export.verify_weight_only import check_weight_only
 from cann_llm_quant.export.verify_weights import WeightError, check_numbers, compare_weights
 from cann_llm_quant.models import arch_from_checkpoint
 from cann_llm_quant.models.arch import Arch
@@ -131,6 +132,8 @@ def _examine_config(result: Verification, ours: Checkpoint) -> Arch | None:
     with findings.caught(f"{inner.path}/config.json"):
         arch = arch_from_checkpoint(ours)
         check_ignored(inner, arch, findings)
+        if isinstance(ours, PackedCheckpoint):
+            check_weight_only(ours, arch, findings)
         kv_plan(ours)  # refuses scales that are missing, damaged or of no layer
     result.stages.append("config")
     return arch
