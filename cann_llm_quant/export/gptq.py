@@ -100,8 +100,8 @@ class GptqEncoder:
             )
         if model.arch.head_module in model.schemes:
             warnings.append(
-                f"{model.arch.head_module} is in codes: GPTQModel, vLLM and SGLang read that, transformers loads a random "
-                "head instead"
+                f"{model.arch.head_module} is in codes: GPTQModel, vLLM and SGLang read that, transformers loads a "
+                "random head instead"
             )
         if any((scheme.bits, scheme.group_size) == (4, 16) for scheme in model.schemes.values()):
             warnings.append("GPTQModel's CPU kernel for 4 bits and vLLM's Marlin kernels take no groups of 16")
