@@ -40,8 +40,15 @@ class Fit:
         return regroup(weight, scheme.group_size)
 
 
-def fit(model: PackedModel, holder: Holder, *, size: int | None = None, requantize: bool = False) -> Fit:
-    """How each linear goes into the layout; `size` splits groups that are wider.
+def fit(
+    model: PackedModel,
+    holder: Holder,
+    *,
+    size: int | None = None,
+    requantize: bool = False,
+    planned: bool = False,
+) -> Fit:
+    """How each linear goes into the layout; `size` splits groups that are wider. A `planned` model has no codes yet.
 
     Raises UnsupportedError, naming a linear of each refused kind, when some do not fit, UsageError for a `size` that
     does not divide their groups.
@@ -59,7 +66,11 @@ def fit(model: PackedModel, holder: Holder, *, size: int | None = None, requanti
             refused.setdefault(reason, []).append(module)
         schemes[module] = nearest or scheme
     if refused:
-        raise UnsupportedError(_message(model, holder, refused, size))
+        what, advice = "the source", _advice(model, holder, refused, size)
+        if planned:
+            what, advice = "what is asked for", "choose another scheme, other bits or groups"
+        kinds = "; ".join(_kind(model, modules, reason) for reason, modules in refused.items())
+        raise UnsupportedError(f"{what} cannot be written as {holder.layout}: {kinds}; {advice}")
     return Fit(schemes, frozenset(rounded))
 
 
@@ -122,13 +133,14 @@ def _scattered(model: PackedModel, holder: Holder, module: str, size: int | None
     return None
 
 
-def _message(model: PackedModel, holder: Holder, refused: Mapping[str, list[str]], size: int | None) -> str:
-    """One line: the kinds of refusal, a module of each, and what would make it possible."""
-    kinds = [
-        f"{modules[0]} ({_label(model, modules[0])}{f', like {len(modules) - 1} others' if len(modules) > 1 else ''}) "
-        f"{reason}"
-        for reason, modules in refused.items()
-    ]
+def _kind(model: PackedModel, modules: list[str], reason: str) -> str:
+    """One kind of refusal, with a module of it."""
+    others = f", like {len(modules) - 1} others" if len(modules) > 1 else ""
+    return f"{modules[0]} ({_label(model, modules[0])}{others}) {reason}"
+
+
+def _advice(model: PackedModel, holder: Holder, refused: Mapping[str, list[str]], size: int | None) -> str:
+    """What would make it possible."""
     every = [module for modules in refused.values() for module in modules]
     helps = []
     sizes = [n for n in _SIZES if size is None and all(_as_it_is(model, holder, one, n)[1] is None for one in every)]
@@ -138,8 +150,7 @@ def _message(model: PackedModel, holder: Holder, refused: Mapping[str, list[str]
     labels = dict.fromkeys(scheme.label() for scheme in nearest if scheme is not None)
     if None not in nearest:
         helps.append(f"--requantize rounds them anew, to {' and '.join(labels)}")
-    advice = " or ".join(helps) if helps else "quantize the float model for this layout instead"
-    return f"the source cannot be written as {holder.layout}: {'; '.join(kinds)}; {advice}"
+    return " or ".join(helps) if helps else "quantize the float model for this layout instead"
 
 
 def _label(model: PackedModel, module: str) -> str:

@@ -162,12 +162,13 @@ def precheck(model: PackedModel, layout: str, options: ExportOptions) -> list[st
     """Warnings about a model that is still to be quantized. Raises UnsupportedError for what the layout cannot hold."""
     if layout in ("compressed-tensors", "float"):
         return []
-    if layout in ("gguf", "onnx"):
-        holder = _file_holder(layout, options)
-        model = fitted(model, fit(model, holder, size=options.regroup, requantize=options.requantize))
-        return gguf_plan.check(model) if layout == "gguf" else []
-    encoder = _ENCODERS[layout](model, None, options)
-    return encoder.check(fitted(model, fit(model, encoder, size=options.regroup, requantize=options.requantize)))
+    file = layout in ("gguf", "onnx")
+    holder = _file_holder(layout, options) if file else _ENCODERS[layout](model, None, options)
+    chosen = fit(model, holder, size=options.regroup, requantize=options.requantize, planned=True)
+    model = fitted(model, chosen)
+    if isinstance(holder, Encoder):
+        return holder.check(model)
+    return gguf_plan.check(model) if layout == "gguf" else []
 
 
 def check_options(options: ExportOptions, *layouts: str) -> None:
