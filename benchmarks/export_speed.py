@@ -39,7 +39,7 @@ from pathlib import Path
 from cann_llm_quant.export.layouts import ExportOptions, export_model
 source, output, layout = sys.argv[1:]
 start = time.monotonic()
-done = export_model(source, Path(output), layout, ExportOptions(tokenizer=False))
+done = export_model(source, Path(output), layout, ExportOptions(tokenizer=layout != "gguf"))
 seconds = time.monotonic() - start
 print(json.dumps({"seconds": seconds, "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
                   "written": done.total_bytes}))
