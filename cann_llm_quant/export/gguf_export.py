@@ -29,7 +29,7 @@ from cann_llm_quant.errors import CheckpointError, UnsupportedError
 from cann_llm_quant.export.gguf_blocks import SCHEMES, encode
 from cann_llm_quant.export.gguf_metadata import architecture_metadata, main_kind
 from cann_llm_quant.export.gguf_plan import FLOAT_KINDS, Planned, check, plan_tensors, refusal
-from cann_llm_quant.export.gguf_tokenizer import no_tokenizer, tokenizer_metadata
+from cann_llm_quant.export.gguf_tokenizer import harmless_name, no_tokenizer, tokenizer_metadata
 from cann_llm_quant.export.layout import PackedModel
 from cann_llm_quant.models.arch_reader import unclaimed
 from cann_llm_quant.quant.scheme import QuantizedTensor
@@ -130,7 +130,7 @@ def plan_gguf(
     metadata = architecture_metadata(model.arch, entries, name)
     if tokenizer:
         words, notes = tokenizer_metadata(tokenizer_of(checkpoint), model.arch.vocab_size, _end_ids(checkpoint))
-        metadata |= words
+        metadata |= words | {"general.name": harmless_name(name, words["tokenizer.ggml.tokens"])}
         warnings += notes
     else:
         metadata |= no_tokenizer()

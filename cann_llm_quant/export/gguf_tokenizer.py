@@ -10,7 +10,8 @@ Everything else is refused: a wrong cut gives wrong ids without any error.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -31,6 +32,7 @@ from cann_llm_quant.errors import UnsupportedError
 from cann_llm_quant.tokenizer import adds_bos, check_vocabulary
 
 _SPACE = "▁"
+_PHI3_TOKENS = frozenset({"</s>", "<unk>", "<s>", "<|endoftext|>"})
 _BYTES = frozenset(f"<0x{value:02X}>" for value in range(256))
 
 
@@ -56,6 +58,14 @@ def tokenizer_metadata(
     else:
         values, warnings = _byte_level(document, words)
     return {**values, **_special(tokenizer, end_ids), **_template(tokenizer)}, warnings
+
+
+def harmless_name(name: str, tokens: Collection[str]) -> str:
+    """A model's name that llama.cpp takes for no Phi-3 unless it has that model's tokens.
+
+    Of a name with `phi3` or `phi-3` in it llama.cpp looks up four special tokens, and loads nothing where one lacks.
+    """
+    return name if set(tokens) >= _PHI3_TOKENS else re.sub(r"(?i)(phi)-?(3)", r"\1 \2", name)
 
 
 class _Words:

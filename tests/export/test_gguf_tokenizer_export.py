@@ -4,13 +4,16 @@ import json
 from pathlib import Path
 
 import pytest
-from gguf_exports import TEXT, cut, save_byte_level, save_pieces
+from gguf_exports import TEXT, cut, packed_model, save_byte_level, save_pieces
+from tiny_models import save_tiny
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from cann_llm_quant.checkpoint import open_checkpoint
 from cann_llm_quant.checkpoint.gguf_tokenizer import recover_tokenizer
 from cann_llm_quant.errors import CheckpointError, UnsupportedError
-from cann_llm_quant.export.gguf_tokenizer import split_name, tokenizer_metadata
+from cann_llm_quant.export.gguf_export import plan_gguf
+from cann_llm_quant.export.gguf_tokenizer import harmless_name, split_name, tokenizer_metadata
 from cann_llm_quant.tokenizer import load_tokenizer
 
 ROWS = 419
@@ -134,3 +137,13 @@ def test_the_chat_template_is_kept(tmp_path: Path):
     assert tokenizer_metadata(tokenizer, ROWS, [])[0]["tokenizer.chat_template"] == "{{ messages }}"
     tokenizer.chat_template = {"default": "a", "tools": "b"}
     assert tokenizer_metadata(tokenizer, ROWS, [])[0]["tokenizer.chat_template"] == "a"
+
+
+@pytest.mark.parametrize(("name", "written"), [("my-phi3-merge", "my-phi 3-merge"), ("Phi-3-mini", "Phi 3-mini")])
+def test_a_name_that_llama_cpp_takes_for_phi_3_is_written_apart(tmp_path: Path, name: str, written: str):
+    """llama.cpp (wheel of 2026-10) ends with `_Map_base::at` where such a name has no <|endoftext|>."""
+    source = save_pieces(save_tiny(tmp_path / name, vocab_size=ROWS, num_hidden_layers=1))
+    with open_checkpoint(str(source)) as checkpoint:
+        assert plan_gguf(checkpoint, packed_model(checkpoint)).metadata["general.name"] == written
+    phi3 = ["</s>", "<unk>", "<s>", "<|endoftext|>"]
+    assert harmless_name(name, phi3) == name
