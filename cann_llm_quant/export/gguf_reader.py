@@ -37,7 +37,9 @@ class GgufReader:
         found = {}
         for name, info in self._checkpoint.tensors.items():
             scheme = SCHEMES.get(self._checkpoint.kind(name))
-            if scheme is None or len(info.shape) != 2 or not (scheme.symmetric or self._has_zero_points(name)):
+            if scheme is None or len(info.shape) != 2 or not name.endswith(".weight"):
+                continue
+            if not (scheme.symmetric or self._has_zero_points(name)):
                 continue
             # the type of the scales, but of powers of two the one that holds all of their products
             dtype = torch.bfloat16 if scheme == MXFP4 else torch.float16

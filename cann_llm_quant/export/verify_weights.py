@@ -20,6 +20,7 @@ from torch import Tensor
 
 from cann_llm_quant.checkpoint.base import Checkpoint
 from cann_llm_quant.export.packed_checkpoint import PackedCheckpoint
+from cann_llm_quant.export.to_float import FILE_NAME as FLOAT_FILE
 from cann_llm_quant.export.verify_findings import Findings, Tick, listed
 from cann_llm_quant.export.verify_folds import LayerFolds
 from cann_llm_quant.export.verify_origin import compare_vectors
@@ -102,13 +103,22 @@ def compare_weights(
     errors: list[WeightError] = []
     total = sum(len(layer.linears) for layer in arch.layers) + 2
     rows: dict[str, Tensor] = {}
+    limit = _float_limit(ours, source, findings)
     for module, out, expected, scheme in _pairs(ours, source, arch, findings, rows):
         tick(len(errors), total, module)
-        errors.append(_compared(module, out, expected, scheme, _same_codes(module, ours, source), findings))
+        errors.append(_compared(module, out, expected, scheme, _same_codes(module, ours, source), limit, findings))
     if not _are_strangers(errors, findings):
         compare_vectors(ours, source, arch, rows, findings)
     _compare_others(ours, source, arch, findings)
     return errors
+
+
+def _float_limit(ours: Checkpoint, source: Checkpoint, findings: Findings) -> float:
+    """How far a matrix in float may lie from the source's: not at all, unless it was dequantized from codes of it."""
+    rounded = (ours.path / FLOAT_FILE).is_file() and not isinstance(source, PackedCheckpoint)
+    if rounded:
+        findings.remark("the output was dequantized from codes, so its weights differ from a float source by rounding")
+    return _UNLIKE if rounded else _CAST_ROUNDING
 
 
 def _pairs(
@@ -181,6 +191,7 @@ def _compared(
     expected: Float[Tensor, "out in"],
     scheme: Scheme | None,
     codes: bool | None,
+    limit: float,
     findings: Findings,
 ) -> WeightError:
     gap = _measure(out, expected)
@@ -196,7 +207,7 @@ def _compared(
         findings.add(module, "codes differ from the source's", "the file is damaged, or was made from another model")
     elif codes and gap.largest > _SCALE_ROUNDING * gap.reach:
         findings.add(module, "codes are the source's, scales or zero points are not", "write the model again")
-    elif scheme is None and gap.error > _CAST_ROUNDING:
+    elif scheme is None and gap.error > limit:
         findings.add(module, f"is stored in float, but {gap.error:.2g} away from the source", "write the model again")
     elif scheme is not None and codes is None:
         _check_slopes(module, out, expected, scheme, gap.rms, findings)

@@ -80,3 +80,19 @@ def test_a_float_export_is_compared_with_the_dequantized_source(sources: dict[st
     assert len(lines) == 1
     assert name in lines[0]
     assert "is stored in float" in lines[0]
+
+
+def test_a_float_export_may_differ_from_the_float_source_by_rounding(
+    tiny: Path, sources: dict[str, Path], tmp_path: Path
+) -> None:
+    out = export_model(sources["int4"], tmp_path / "out", "float", ExportOptions()).path
+    result = verify(str(out), str(tiny))
+    assert [fault.line() for fault in result.findings.faults] == []
+    assert any("was dequantized from codes" in remark for remark in result.findings.remarks)
+
+
+def test_a_matrix_under_a_foreign_name_is_no_linear_of_a_gguf_file(sources: dict[str, Path], tmp_path: Path) -> None:
+    out = export_model(sources["int4"], tmp_path / "out", "gguf", ExportOptions(tokenizer=False)).path
+    (file,) = out.glob("*.gguf")
+    file.write_bytes(file.read_bytes().replace(b"blk.0.attn_k.weight", b"blk.0.attn_k.wei~ht"))
+    assert not verify(str(file)).passed
