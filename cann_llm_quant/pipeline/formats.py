@@ -29,7 +29,7 @@ from cann_llm_quant.export.to_float import FILE_NAME as FLOAT_FILE
 from cann_llm_quant.pipeline.kv_cache import planned_cache
 from cann_llm_quant.pipeline.prepare import Job
 from cann_llm_quant.pipeline.request import Event, QuantizeReport, RunOptions
-from cann_llm_quant.pipeline.run import quantize_model
+from cann_llm_quant.pipeline.run import open_model, quantize_model
 from cann_llm_quant.recipe import Recipe
 
 FILE_NAME = "formats.json"
@@ -74,7 +74,9 @@ def quantize_into(
     recipe = recipe.model_copy(update={"formats": (NATIVE,)})
     native = output / NATIVE
     asked = {key: value for key, value in asdict(exports).items() if key not in _NO_PART_OF_A_RUN}
-    identity = {"model": model, "recipe": recipe.model_dump(mode="json"), "exports": asked}
+    with open_model(model, options) as source:
+        made_from = {"model": model, "fingerprint": source.fingerprint()}
+    identity = {**made_from, "recipe": recipe.model_dump(mode="json"), "exports": asked}
     _claim(output, model, identity, options)
     report: QuantizeReport | None = None
     if options.overwrite or not native.exists():

@@ -62,7 +62,7 @@ def quantize_model(
 
     named = Path(model)
     check_output(output, overwrite=options.overwrite, sources=[named] if named.exists() else [])
-    with _open(model, options) as opened:
+    with open_model(model, options) as opened:
         source = rotated_source(opened, recipe, tell)
         recipe = resolve_mix(source, _name_of(model), recipe, options, tell)
         recipe, kv_choice = resolve_kv_bits(source, _name_of(model), recipe, options, tell)
@@ -91,8 +91,8 @@ def quantize_model(
     return report
 
 
-def _open(model: str, options: RunOptions) -> Checkpoint:
-    """The source in float: stored so, or dequantized on load where that is wanted."""
+def open_model(model: str, options: RunOptions) -> Checkpoint:
+    """The source in float: stored so, or dequantized on load where that is wanted. Raises InputError's kinds."""
     if options.dequantize:
         return open_source(model, revision=options.revision, allow_pickle=options.allow_pickle, dtype=None)
     return open_checkpoint(

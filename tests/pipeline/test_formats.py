@@ -165,3 +165,11 @@ def test_a_cache_that_a_layout_cannot_hold_is_refused_before_anything_is_quantiz
     attempt("awq", "int8-token")
     warnings = [event.message for event in told if event.warning]
     assert "awq: AWQ cannot say how keys and values are cached; the KV cache's format is left out" in warnings
+
+
+def test_another_model_under_the_same_name_is_not_taken_for_the_one_that_was_quantized(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path / "m", hidden_size=128, intermediate_size=256)
+    run(model, tmp_path / "out", recipe("awq"))
+    save_tiny(model, seed=5, hidden_size=128, intermediate_size=256)
+    with pytest.raises(UsageError, match="formats of another run"):
+        run(model, tmp_path / "out", recipe("awq"))
