@@ -94,12 +94,17 @@ def _must_equal(name: str, ours: Checkpoint, source: Checkpoint, findings: Findi
 
 def _compare_qk_norms(layer: Layer, ours: Checkpoint, source: Checkpoint, findings: Findings) -> None:
     names = [parameter.name for parameter in layer.parameters if parameter.role in ("q_norm", "k_norm")]
-    pairs = [(_vector(name, ours), _vector(name, source)) for name in names]
-    if len(pairs) != 2 or any(one is None or one.shape != pairs[0][0].shape for pair in pairs for one in pair):
+    mine, theirs = (_product([_vector(name, one) for name in names]) for one in (ours, source))
+    if mine is None or theirs is None or mine.shape != theirs.shape:
         return
-    mine, theirs = (pairs[0][side] * pairs[1][side] for side in (0, 1))
     if not _near(mine, theirs):
         findings.add(" and ".join(names), "are together not the source's", "write the model again")
+
+
+def _product(vectors: list[Tensor | None]) -> Tensor | None:
+    """That of two vectors of one length; None where there are no such two."""
+    known = [vector for vector in vectors if vector is not None]
+    return known[0] * known[1] if len(known) == 2 and known[0].shape == known[1].shape else None
 
 
 def _compare_bias(name: str, ours: Checkpoint, source: Checkpoint, rows: Tensor | None, findings: Findings) -> None:
