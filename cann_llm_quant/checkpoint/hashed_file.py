@@ -12,8 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-# Pieces that may be in work besides the one that is made.
-_AHEAD = 1
+# Bytes that may be in work besides the piece that is made; a larger piece is in work alone.
+_AHEAD_BYTES = 24 << 20
 
 
 class HashedFile:
@@ -23,7 +23,8 @@ class HashedFile:
         self._file = path.open("wb")
         self._digest = hashlib.sha256()
         self._writer, self._hasher = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
-        self._pending: deque[tuple[Future[Any], Future[Any]]] = deque()
+        self._pending: deque[tuple[int, Future[Any], Future[Any]]] = deque()
+        self._waiting = 0
         self.nbytes = 0
 
     def __enter__(self) -> "HashedFile":
@@ -38,12 +39,12 @@ class HashedFile:
 
     def write(self, data: bytes | memoryview) -> None:
         """Append `data`, which must not change afterwards. Raises the OSError of an earlier piece."""
-        while len(self._pending) >= _AHEAD:
+        while self._pending and self._waiting + len(data) > _AHEAD_BYTES:
             self._settle()
         start, self.nbytes = self.nbytes, self.nbytes + len(data)
-        self._pending.append(
-            (self._writer.submit(self._write, data, start), self._hasher.submit(self._digest.update, data))
-        )
+        self._waiting += len(data)
+        written, hashed = self._writer.submit(self._write, data, start), self._hasher.submit(self._digest.update, data)
+        self._pending.append((len(data), written, hashed))
 
     def finish(self) -> str:
         """Flush the file to the disk; returns the hex sha256 of all of it. Raises OSError."""
@@ -54,7 +55,9 @@ class HashedFile:
         return self._digest.hexdigest()
 
     def _settle(self) -> None:
-        for future in self._pending.popleft():
+        size, *futures = self._pending.popleft()
+        self._waiting -= size
+        for future in futures:
             future.result()
 
     def _write(self, data: bytes | memoryview, start: int) -> None:

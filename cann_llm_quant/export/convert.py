@@ -6,7 +6,6 @@ come from, and that `--overwrite` may replace the folder.
 """
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from cann_llm_quant import __version__
 from cann_llm_quant.checkpoint.base import Checkpoint
+from cann_llm_quant.checkpoint.write_ahead import WriteAhead
 from cann_llm_quant.checkpoint.writer import CheckpointWriter, WrittenCheckpoint, check_output
 from cann_llm_quant.export.fitting import Fit, fit, fitted
 from cann_llm_quant.export.layout import Encoder, PackedModel
@@ -88,19 +88,14 @@ def _write_units(
     progress: Progress,
 ) -> None:
     parts = units(checkpoint, model.arch)
-    with ThreadPoolExecutor(1) as pool:
-        writing: Future[None] | None = None
+    completed = set(writer.completed)
+    with WriteAhead(writer) as ahead:
         for done, (unit, names) in enumerate(parts.items()):
-            if unit not in writer.completed:
+            if unit not in completed:
                 tensors = _encoded(checkpoint, names, chosen, encoder)
                 record = {"tensors": {name: str(t.dtype).removeprefix("torch.") for name, t in tensors.items()}}
-                # one unit is written, hashed and flushed while the next one is encoded
-                if writing is not None:
-                    writing.result()
-                writing = pool.submit(writer.write_unit, unit, tensors, record)
+                ahead.write_unit(unit, tensors, record)
             progress(done + 1, len(parts))
-        if writing is not None:
-            writing.result()
 
 
 def _encoded(checkpoint: Checkpoint, names: list[str], chosen: Fit, encoder: Encoder) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cann_llm_quant import __version__
+from cann_llm_quant.checkpoint.write_ahead import WriteAhead
 from cann_llm_quant.checkpoint.writer import CheckpointWriter, WrittenCheckpoint, check_output
 from cann_llm_quant.export.model_config import json_bytes, output_config
 from cann_llm_quant.export.native_reader import NativeReader
@@ -45,14 +46,16 @@ def export_to_float(
         with CheckpointWriter.open(
             output, run=run, max_shard_bytes=max_shard_bytes, overwrite=overwrite, sources=[checkpoint.path]
         ) as writer:
-            for done, (unit, names) in enumerate(parts.items()):
-                if unit not in writer.completed:
-                    writer.write_unit(unit, {name: _cast(checkpoint.load(name), dtype) for name in names}, {})
-                progress(done + 1, len(parts))
+            completed = set(writer.completed)
+            with WriteAhead(writer) as ahead:
+                for done, (unit, names) in enumerate(parts.items()):
+                    if unit not in completed:
+                        ahead.write_unit(unit, {name: _cast(checkpoint.load(name), dtype) for name in names}, {})
+                    progress(done + 1, len(parts))
             stored = str(storage_dtype(checkpoint, arch, dtype)).removeprefix("torch.")
             config = output_config(checkpoint.config, arch, stored, None)
             files = {"config.json": json_bytes(config), FILE_NAME: json_bytes(_origin(checkpoint))}
-            return writer.finish(checkpoint.companion_files() | files)
+            return writer.finish(checkpoint.companion_files() | files, file_per_unit=True)
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
