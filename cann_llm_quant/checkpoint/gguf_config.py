@@ -82,7 +82,7 @@ def recover_config(
         "attention_bias": "blk.0.attn_q.bias" in shapes,
         "mlp_bias": "blk.0.ffn_up.bias" in shapes,
         **_rope(keys, head_dim, rope_divisors),
-        **token_ids(keys.metadata),
+        **token_ids(keys.metadata, keys.where),
     }
     if names.expert_names:
         config |= _experts(keys, names, shapes)
@@ -102,14 +102,23 @@ def _check_computation(keys: ArchitectureKeys, head_dim: int) -> None:
             raise UnsupportedError(f"{keys.where}: {keys.architecture}.{key} {value:g} is not supported")
 
 
-def token_ids(metadata: Metadata) -> dict[str, Any]:
-    """Token ids by their names in config.json; every token that ends a turn is an end of sequence."""
-    ends = [metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
+def token_ids(metadata: Metadata, where: str) -> dict[str, Any]:
+    """Token ids by their names in config.json; every token that ends a turn is an end of sequence.
+
+    Raises CheckpointError for one that is no whole number from 0 on.
+    """
+    ids = {kind: metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("bos", "eos", "eot", "eom", "padding")}
+    for kind, value in ids.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+            raise CheckpointError(
+                f"{where}: metadata tokenizer.ggml.{kind}_token_id is {value!r:.40}, not a token's id"
+            )
+    ends = [ids[kind] for kind in ("eos", "eot", "eom")]
     distinct = list(dict.fromkeys(end for end in ends if end is not None))
     return {
-        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
+        "bos_token_id": ids["bos"],
         "eos_token_id": distinct[0] if len(distinct) == 1 else distinct or None,
-        "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id"),
+        "pad_token_id": ids["padding"],
     }
 
 

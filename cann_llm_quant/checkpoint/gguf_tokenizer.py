@@ -72,7 +72,7 @@ def recover_tokenizer(metadata: Mapping[str, Any], where: str) -> dict[str, byte
     }
     if isinstance(metadata.get("tokenizer.chat_template"), str):
         config["chat_template"] = metadata["tokenizer.chat_template"]
-    generation = {key: value for key, value in token_ids(metadata).items() if value is not None}
+    generation = {key: value for key, value in token_ids(metadata, where).items() if value is not None}
     return {
         "generation_config.json": _json_bytes(generation),
         "tokenizer.json": tokenizer.to_str().encode("utf-8"),

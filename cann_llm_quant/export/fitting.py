@@ -150,7 +150,8 @@ def _advice(model: PackedModel, holder: Holder, refused: Mapping[str, list[str]]
     labels = dict.fromkeys(scheme.label() for scheme in nearest if scheme is not None)
     if None not in nearest:
         helps.append(f"--requantize rounds them anew, to {' and '.join(labels)}")
-    return " or ".join(helps) if helps else "quantize the float model for this layout instead"
+    anew = "quantize the float model again, with these left in float (--ignore) or in a scheme that the layout holds"
+    return " or ".join(helps) if helps else anew
 
 
 def _label(model: PackedModel, module: str) -> str:

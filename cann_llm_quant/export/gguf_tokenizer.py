@@ -33,6 +33,7 @@ from cann_llm_quant.tokenizer import adds_bos, check_vocabulary
 
 _SPACE = "▁"
 _PHI3_TOKENS = frozenset({"</s>", "<unk>", "<s>", "<|endoftext|>"})
+_END_NAMES = ("eos", "eot", "eom")
 _BYTES = frozenset(f"<0x{value:02X}>" for value in range(256))
 
 
@@ -57,7 +58,12 @@ def tokenizer_metadata(
         values, warnings = _pieces(document, words)
     else:
         values, warnings = _byte_level(document, words)
-    return {**values, **_special(tokenizer, end_ids), **_template(tokenizer)}, warnings
+    ends = list(dict.fromkeys([*_usual_end(tokenizer), *end_ids]))
+    if len(ends) > len(_END_NAMES):
+        warnings.append(
+            f"GGUF names {len(_END_NAMES)} tokens that end a text; {len(ends) - len(_END_NAMES)} are left out"
+        )
+    return {**values, **_special(tokenizer, ends), **_template(tokenizer)}, warnings
 
 
 def harmless_name(name: str, tokens: Collection[str]) -> str:
@@ -205,13 +211,16 @@ def _differing_merges(merges: Sequence[tuple[str, str]], ranks: Mapping[str, int
     ]
 
 
-def _special(tokenizer: PreTrainedTokenizerBase, end_ids: Sequence[int]) -> dict[str, Any]:
+def _usual_end(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    return [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+
+
+def _special(tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> dict[str, Any]:
     """Ids of special tokens, and which of them the tokenizer puts around a text by itself."""
-    usual = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
-    ends = dict(zip(("eos", "eot", "eom"), dict.fromkeys([*usual, *end_ids]), strict=False))
+    usual = _usual_end(tokenizer)
     ids = {
         "bos": tokenizer.bos_token_id,
-        **ends,
+        **dict(zip(_END_NAMES, ends, strict=False)),
         "unknown": tokenizer.unk_token_id,
         "padding": tokenizer.pad_token_id,
     }

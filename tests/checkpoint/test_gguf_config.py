@@ -144,12 +144,20 @@ def test_what_would_be_computed_otherwise_is_refused(tmp_path, key, value, neutr
 
 def test_every_token_that_ends_a_turn_is_an_end():
     key = "tokenizer.ggml.{}_token_id".format
-    assert token_ids({key("eos"): 2})["eos_token_id"] == 2
-    assert token_ids({key("eos"): 2, key("eot"): 7, key("eom"): 2})["eos_token_id"] == [2, 7]
-    assert token_ids({}) == {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    assert token_ids({key("eos"): 2}, "m.gguf")["eos_token_id"] == 2
+    assert token_ids({key("eos"): 2, key("eot"): 7, key("eom"): 2}, "m.gguf")["eos_token_id"] == [2, 7]
+    assert token_ids({}, "m.gguf") == {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 
 @pytest.mark.parametrize("value", [0, "x"])
 def test_senseless_counts_are_named(tmp_path, value):
     with pytest.raises(CheckpointError, match=r"llama\.attention\.key_length"):
         recovered(tmp_path / "m.gguf", metadata={"llama.attention.key_length": value})
+
+
+@pytest.mark.parametrize("value", ["x", -1, 1.5, True, [3]])
+def test_token_ids_that_are_none_are_refused(value: object) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"m\.gguf: metadata tokenizer\.ggml\.eot_token_id is .* not a token's id"
+    ):
+        token_ids({"tokenizer.ggml.eot_token_id": value}, "m.gguf")

@@ -50,6 +50,13 @@ def test_byte_level_tokenizers_come_back_with_the_same_ids(tmp_path: Path, split
         assert other.encode(text) == tokenizer.encode(text)
 
 
+def test_more_ends_than_gguf_has_names_for_are_said(tmp_path: Path):
+    tokenizer = load_tokenizer(save_byte_level(tmp_path / "t"))
+    metadata, warnings = tokenizer_metadata(tokenizer, ROWS, [2, 0, 5, 7, 9])
+    assert [metadata[f"tokenizer.ggml.{kind}_token_id"] for kind in ("eos", "eot", "eom")] == [2, 0, 5]
+    assert warnings == ["GGUF names 3 tokens that end a text; 2 are left out"]
+
+
 @pytest.mark.parametrize("prefix", [True, False])
 def test_pieces_come_back_with_the_same_ids(tmp_path: Path, prefix: bool):
     tokenizer = load_tokenizer(save_pieces(tmp_path / "t", prefix=prefix))
