@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from math import gcd
 
 from cann_llm_quant.errors import UsageError
-from cann_llm_quant.loading import format_warnings, mixture_warnings, tensor_parallel_warnings
+from cann_llm_quant.loading import family_warnings, format_warnings, mixture_warnings, tensor_parallel_warnings
 from cann_llm_quant.models.arch import Arch, LinearSpec
 from cann_llm_quant.patterns import compile_pattern
 from cann_llm_quant.quant.activations import MX_GROUP, NV_GROUP
@@ -95,7 +95,7 @@ def assign(arch: Arch, recipe: Recipe, *, allow_empty_pattern: bool = False, ten
         warnings.append(
             f"no group size fits {len(rows)} linears, they get one scale a row: {rows[0]}{' …' if rows[1:] else ''}"
         )
-    warnings += mixture_warnings(schemes, kept, linears) + _table_warnings(tables)
+    warnings += family_warnings(arch) + mixture_warnings(schemes, kept, linears) + _table_warnings(tables)
     warnings += tensor_parallel_warnings(arch, schemes, tensor_parallel)
     activations, ranges = _inputs(linears, wanted, schemes)
     warnings += format_warnings(schemes, activations, linears)

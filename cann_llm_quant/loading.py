@@ -10,6 +10,16 @@ from cann_llm_quant.models.arch import Arch, LinearSpec
 from cann_llm_quant.quant.scheme import TILE, ActivationScheme, Scheme
 
 
+def family_warnings(arch: Arch) -> list[str]:
+    """Families of which transformers wants other matrices than this tool writes."""
+    if arch.model_type != "glm":
+        return []
+    return [
+        "transformers' glm has gate and up in one matrix, does not find them apart and puts random numbers in their "
+        "place; load the output with vLLM or this tool's runner"
+    ]
+
+
 def mixture_warnings(schemes: Mapping[str, Scheme], kept: Mapping[str, str], linears: list[LinearSpec]) -> list[str]:
     """Mixtures of schemes that transformers will not load."""
     experts = [spec.module for spec in linears if spec.role.startswith("experts.")]

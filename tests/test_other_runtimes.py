@@ -1,10 +1,15 @@
 """What other runtimes will not load is said before the work, and what they load is not."""
 
 import re
+from pathlib import Path
 
 import pytest
+from tiny_models import save_tiny
+from transformers import AutoModelForCausalLM
 
-from cann_llm_quant.loading import format_warnings
+from cann_llm_quant.checkpoint import open_checkpoint
+from cann_llm_quant.loading import family_warnings, format_warnings
+from cann_llm_quant.models import arch_from_checkpoint
 from cann_llm_quant.models.arch import LinearSpec
 from cann_llm_quant.quant.scheme import MXFP4, MXFP8, NVFP4, ActivationScheme, Scheme
 
@@ -43,3 +48,14 @@ def test_low_bits_and_partial_tiles() -> None:
     assert warnings(Scheme("fp8_e4m3", True, "tile", None), columns=160) == [
         "vLLM loads tiles only where 128 divides a linear's input: m (160 columns)"
     ]
+
+
+@pytest.mark.parametrize("family", ["glm", "llama"])
+def test_a_family_whose_matrices_transformers_wants_fused(tmp_path: Path, family: str) -> None:
+    """Of the matrices that the decoder reads, transformers' own model lacks some exactly where it is said."""
+    folder = save_tiny(tmp_path / "m", family)
+    with open_checkpoint(str(folder)) as checkpoint:
+        arch = arch_from_checkpoint(checkpoint)
+    theirs = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    missing = set(arch.tensor_shapes()) - set(theirs)
+    assert bool(missing) is bool(family_warnings(arch)) is (family == "glm")

@@ -23,6 +23,7 @@ from cann_llm_quant.export.model_config import json_bytes
 from cann_llm_quant.export.packed import open_source
 from cann_llm_quant.export.packed_checkpoint import PackedCheckpoint
 from cann_llm_quant.export.packed_model import packed_model, units
+from cann_llm_quant.loading import family_warnings
 
 FILE_NAME = "export.json"
 
@@ -62,7 +63,7 @@ def convert(
         encoder = make(model, checkpoint)
         chosen = fit(model, encoder, size=regroup, requantize=requantize)
         model = fitted(model, chosen)
-        warnings = encoder.check(model)
+        warnings = family_warnings(model.arch) + encoder.check(model)
         run = {
             "export": encoder.layout,
             "options": dict(options or {}),
