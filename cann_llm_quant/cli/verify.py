@@ -39,7 +39,9 @@ def verify(
     json: Json = False,
     debug: Debug = False,
 ) -> int:
-    """Check that an output is whole, tells the truth about itself and holds the weights of its source.
+    """Check an output, alone or against its source.
+
+    It must be whole, tell the truth about itself and hold the weights of its source.
 
     Exit 0 where nothing is wrong, 1 with a list of what is.
     """

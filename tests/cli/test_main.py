@@ -260,7 +260,7 @@ def test_the_list_of_commands_is_not_cut(run: Run, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("COLUMNS", "80")
     _, out, _ = run("--help")
     commands = out.partition("Commands:\n")[2]
-    assert len(commands.split("\n\n")[0].splitlines()) == 9
+    assert len(commands.split("\n\n")[0].splitlines()) == 10
     assert "..." not in commands
 
 
