@@ -20,6 +20,7 @@ from cann_llm_quant.checkpoint.base import Checkpoint, TensorInfo
 from cann_llm_quant.checkpoint.fused_config import FusedConfig
 from cann_llm_quant.checkpoint.fused_layout import Fused, FusedLayout, Reading, Rows
 from cann_llm_quant.checkpoint.fused_layouts import known_layouts
+from cann_llm_quant.checkpoint.view import CheckpointView
 from cann_llm_quant.errors import CheckpointError, UnsupportedError
 
 # Matrices of q, k and v under the names that families give them; none that is shown may keep one.
@@ -36,7 +37,7 @@ class Part:
     rows: Rows | None = None
 
 
-class UnfusedCheckpoint:
+class UnfusedCheckpoint(CheckpointView):
     """`inner` under the names and the config of a plain family; implements `base.Checkpoint`.
 
     Raises CheckpointError where a fused matrix has other rows than the config implies, UnsupportedError for models of
@@ -44,7 +45,7 @@ class UnfusedCheckpoint:
     """
 
     def __init__(self, inner: Checkpoint, layout: FusedLayout) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._reading = layout.read(FusedConfig(inner.config, f"{inner.path}/config.json"))
         self._parts = _parts(inner, layout, self._reading)
         self._tensors = MappingProxyType(
@@ -62,11 +63,6 @@ class UnfusedCheckpoint:
         return self._reading.unit_rows
 
     @property
-    def path(self) -> Path:
-        """The source's."""
-        return self._inner.path
-
-    @property
     def config(self) -> dict[str, Any]:
         """The plain family's."""
         return self._reading.config
@@ -81,28 +77,10 @@ class UnfusedCheckpoint:
         part = self._parts.get(name)
         if part is None:
             raise CheckpointError(f"{self.path} has no tensor {name!r}; its files hold {len(self._parts)} others")
-        tensor: Tensor = self._inner.load(part.source)
+        tensor: Tensor = self.inner.load(part.source)
         if part.rows is not None:
             tensor = torch.cat([tensor[rows.start : rows.stop] for rows in part.rows])
         return with_unit_rows(tensor) if name in self._reading.unit_rows else tensor
-
-    def companion_files(self) -> dict[str, bytes]:
-        """The source's, byte for byte."""
-        return self._inner.companion_files()
-
-    def fingerprint(self) -> str:
-        """The source's: what is shown follows from it."""
-        return self._inner.fingerprint()
-
-    def close(self) -> None:
-        """Release file handles."""
-        self._inner.close()
-
-    def __enter__(self) -> "UnfusedCheckpoint":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def unfused(checkpoint: Checkpoint) -> Checkpoint:

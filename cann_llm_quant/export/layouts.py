@@ -8,8 +8,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from cann_llm_quant.checkpoint.base import Checkpoint, TensorInfo
+from cann_llm_quant.checkpoint.base import Checkpoint
 from cann_llm_quant.checkpoint.output_place import check_output
+from cann_llm_quant.checkpoint.view import CheckpointView
 from cann_llm_quant.device import resolve_dtype
 from cann_llm_quant.errors import UsageError
 from cann_llm_quant.export import gguf_plan
@@ -68,60 +69,28 @@ class Exported:
         return asdict(self) | {"path": str(self.path), "warnings": list(self.warnings)}
 
 
-class FittedSource:
+class FittedSource(CheckpointView):
     """A source whose linears come in the schemes that a layout can hold, for exporters with writers of their own."""
 
     def __init__(self, checkpoint: Checkpoint, chosen: Fit) -> None:
-        self._checkpoint, self._chosen = checkpoint, chosen
-
-    @property
-    def path(self) -> Path:
-        """The source's folder or file."""
-        return self._checkpoint.path
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """The source's config without its quantization section."""
-        return self._checkpoint.config
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        """Float tensors by name."""
-        return self._checkpoint.tensors
+        super().__init__(checkpoint)
+        self._chosen = chosen
 
     def load(self, name: str) -> Tensor:
         """One tensor in float."""
         weight = self.quantized(name.removesuffix(".weight")) if name.endswith(".weight") else None
-        return self._checkpoint.load(name) if weight is None else weight.dequantize(self.tensors[name].dtype)
+        return self.inner.load(name) if weight is None else weight.dequantize(self.tensors[name].dtype)
 
     def quantized(self, module: str) -> QuantizedTensor | None:
         """A linear in its codes, None when it is stored in float."""
-        if not isinstance(self._checkpoint, PackedCheckpoint):
+        if not isinstance(self.inner, PackedCheckpoint):
             return None
-        weight = self._checkpoint.quantized(module)
+        weight = self.inner.quantized(module)
         return None if weight is None else self._chosen.weight(module, weight)
 
     def inputs(self, module: str) -> InputQuantizer | None:
         """How a linear's input is quantized."""
-        return self._checkpoint.inputs(module) if isinstance(self._checkpoint, PackedCheckpoint) else None
-
-    def companion_files(self) -> dict[str, bytes]:
-        """Tokenizer and the like."""
-        return self._checkpoint.companion_files()
-
-    def fingerprint(self) -> str:
-        """The source's, with what is done to its schemes."""
-        return self._checkpoint.fingerprint()
-
-    def close(self) -> None:
-        """Release file handles."""
-        self._checkpoint.close()
-
-    def __enter__(self) -> "FittedSource":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        return self.inner.inputs(module) if isinstance(self.inner, PackedCheckpoint) else None
 
 
 def export_model(

@@ -12,7 +12,6 @@ To tell, the scales and biases of every linear are read once when the folder is 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -20,6 +19,7 @@ from jaxtyping import Float, Int8
 from torch import Tensor
 
 from cann_llm_quant.checkpoint.base import Checkpoint, TensorInfo
+from cann_llm_quant.checkpoint.view import CheckpointView
 from cann_llm_quant.errors import CheckpointError, UnsupportedError
 from cann_llm_quant.export.mlx import BITS, MODE
 from cann_llm_quant.export.weight_only import finite, stored_matrix, stored_modules
@@ -43,7 +43,7 @@ class MlxLinear:
     dtype: torch.dtype
 
 
-class MlxFolder:
+class MlxFolder(CheckpointView):
     """A folder in MLX's layout; implements `checkpoint.Checkpoint`, with linears of kind `float` as plain weights.
 
     Raises CheckpointError for shapes that contradict the config, UnsupportedError for other modes than affine and for
@@ -51,6 +51,7 @@ class MlxFolder:
     """
 
     def __init__(self, inner: Checkpoint) -> None:
+        super().__init__(inner)
         self.inner = inner
         section = ConfigFields(inner.config).section(_SECTION)
         assert section is not None, "asked for by is_mlx"
@@ -125,16 +126,6 @@ class MlxFolder:
         return groups.mul_(scale).add_(bias).view(linear.shape).to(linear.dtype)
 
     @property
-    def path(self) -> Path:
-        """The folder."""
-        return self.inner.path
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """The whole `config.json`."""
-        return self.inner.config
-
-    @property
     def tensors(self) -> Mapping[str, TensorInfo]:
         """Stored tensors by name; linears of kind `float` as their weights."""
         return self._tensors
@@ -142,24 +133,6 @@ class MlxFolder:
     def load(self, name: str) -> Tensor:
         """One tensor; that of a linear of kind `float` is dequantized."""
         return self._dequantized(self._dense[name]) if name in self._dense else self.inner.load(name)
-
-    def companion_files(self) -> dict[str, bytes]:
-        """Tokenizer, generation config and the like, byte for byte."""
-        return self.inner.companion_files()
-
-    def fingerprint(self) -> str:
-        """The folder's fingerprint."""
-        return self.inner.fingerprint()
-
-    def close(self) -> None:
-        """Release file handles."""
-        self.inner.close()
-
-    def __enter__(self) -> "MlxFolder":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def is_mlx(config: Mapping[str, Any]) -> bool:

@@ -6,7 +6,6 @@ runner and the other exporters ask for the packed form instead (`quantized`).
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from cann_llm_quant.checkpoint.base import Checkpoint, TensorInfo
 from cann_llm_quant.checkpoint.source_quant import CONFIG_KEYS
+from cann_llm_quant.checkpoint.view import CheckpointView
 from cann_llm_quant.errors import CheckpointError
 from cann_llm_quant.export.ascend_kv import is_c8_tensor
 from cann_llm_quant.export.kv_scales import is_kv_scale
@@ -27,7 +27,7 @@ _QUANTIZATION_KEYS = (*CONFIG_KEYS, "quantization", "quantize")
 AnyReader = TypeVar("AnyReader", bound=Reader, covariant=True)
 
 
-class PackedCheckpoint(Generic[AnyReader]):
+class PackedCheckpoint(CheckpointView, Generic[AnyReader]):
     """`inner` seen in float through its layout's `reader`.
 
     Dequantized weights are `dtype` (None: the type that the reader gives each). Raises CheckpointError when a
@@ -35,7 +35,8 @@ class PackedCheckpoint(Generic[AnyReader]):
     """
 
     def __init__(self, inner: Checkpoint, reader: AnyReader, dtype: torch.dtype | None = torch.float32) -> None:
-        self.inner, self.reader = inner, reader
+        super().__init__(inner)
+        self.reader = reader
         self._dtype = dtype
         self.modules = frozenset(reader.linears)
         self._tensors = self._float_view()
@@ -65,11 +66,6 @@ class PackedCheckpoint(Generic[AnyReader]):
         return module in self.reader.tied and suffix != "bias"
 
     @property
-    def path(self) -> Path:
-        """The directory or file."""
-        return self.inner.path
-
-    @property
     def config(self) -> dict[str, Any]:
         """`config.json` without the quantization section, which is not true of the float view."""
         return {key: value for key, value in self.inner.config.items() if key not in _QUANTIZATION_KEYS}
@@ -91,24 +87,6 @@ class PackedCheckpoint(Generic[AnyReader]):
     def inputs(self, module: str) -> InputQuantizer | None:
         """How a linear's input is quantized, None when it stays in float. Raises CheckpointError."""
         return self.reader.inputs(module) if module in self.modules else None
-
-    def companion_files(self) -> dict[str, bytes]:
-        """Tokenizer, generation config and the like, byte for byte."""
-        return self.inner.companion_files()
-
-    def fingerprint(self) -> str:
-        """The packed files' fingerprint."""
-        return self.inner.fingerprint()
-
-    def close(self) -> None:
-        """Release file handles."""
-        self.inner.close()
-
-    def __enter__(self) -> "PackedCheckpoint[AnyReader]":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def input_quantizers(checkpoint: Checkpoint) -> dict[str, InputQuantizer]:

@@ -18,13 +18,13 @@ import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cann_llm_quant.checkpoint.base import Checkpoint, TensorInfo
+from cann_llm_quant.checkpoint.view import CheckpointView
 from cann_llm_quant.errors import UnsupportedError
 from cann_llm_quant.models.arch import Arch, Layer, LinearSpec
 from cann_llm_quant.quant.hadamard import Rotation, random_rotation
@@ -45,7 +45,7 @@ class _Change:
     columns: Rotation | None = None
 
 
-class RotatedCheckpoint:
+class RotatedCheckpoint(CheckpointView):
     """`inner` seen rotated; `seed` draws the rotations' signs.
 
     Raises UnsupportedError for sizes without a Hadamard matrix and for layers whose norms do not stand right after the
@@ -53,7 +53,8 @@ class RotatedCheckpoint:
     """
 
     def __init__(self, inner: Checkpoint, arch: Arch, seed: int) -> None:
-        self._inner, self._arch, self._seed = inner, arch, seed
+        super().__init__(inner)
+        self._arch, self._seed = arch, seed
         self._stream = random_rotation(arch.hidden_size, seed)
         self._norms: set[str] = set()
         self._changes: dict[str, _Change] = {}
@@ -92,7 +93,7 @@ class RotatedCheckpoint:
     def _plan_outer(self) -> bool:
         """Embedding, final norm and head; whether a tied head must be stored on its own."""
         arch, head = self._arch, f"{self._arch.head_module}.weight"
-        gain = arch.norm_offset + self._inner.load(arch.final_norm_name).to(torch.float32)
+        gain = arch.norm_offset + self.inner.load(arch.final_norm_name).to(torch.float32)
         moved = None if bool((gain == gain[0]).all()) else arch.final_norm_name
         if moved is not None:
             self._norms.add(moved)
@@ -103,10 +104,10 @@ class RotatedCheckpoint:
     def load(self, name: str) -> Tensor:
         """One tensor, rotated, in its stored dtype. Raises CheckpointError when it is not there."""
         if name in self._norms:
-            stored = self._inner.load(name)
+            stored = self.inner.load(name)
             return torch.full_like(stored, 1 - self._arch.norm_offset)
         untied = self.unties_head and name == f"{self._arch.head_module}.weight"
-        tensor = self._inner.load(self._arch.embedding_name if untied else name)
+        tensor = self.inner.load(self._arch.embedding_name if untied else name)
         change = self._changes.get(name)
         return tensor if change is None else self._changed(tensor, change)
 
@@ -120,7 +121,7 @@ class RotatedCheckpoint:
         return _by_rows(tensor, partial(self._with_columns, change, self._gain(change)), wide, dtype)
 
     def _gain(self, change: _Change) -> Tensor | None:
-        return None if change.gain is None else self._arch.norm_offset + self._inner.load(change.gain).double()
+        return None if change.gain is None else self._arch.norm_offset + self.inner.load(change.gain).double()
 
     @staticmethod
     def _with_columns(change: _Change, gain: Tensor | None, rows: Tensor) -> Tensor:
@@ -128,14 +129,9 @@ class RotatedCheckpoint:
         return scaled if change.columns is None else change.columns.rotate(scaled)
 
     @property
-    def path(self) -> Path:
-        """The source's directory or file."""
-        return self._inner.path
-
-    @property
     def config(self) -> dict[str, Any]:
         """The source's config; a head that had to be untied is said to be."""
-        config = dict(self._inner.config)
+        config = dict(self.inner.config)
         return config | {"tie_word_embeddings": False} if self.unties_head else config
 
     @property
@@ -143,23 +139,9 @@ class RotatedCheckpoint:
         """The source's tensors, and the head where it had to be untied."""
         return self._tensors
 
-    def companion_files(self) -> dict[str, bytes]:
-        """The source's."""
-        return self._inner.companion_files()
-
     def fingerprint(self) -> str:
         """Of the source and the rotations."""
-        return hashlib.sha256(f"{self._inner.fingerprint()} rotated by seed {self._seed}".encode()).hexdigest()
-
-    def close(self) -> None:
-        """Release file handles."""
-        self._inner.close()
-
-    def __enter__(self) -> "RotatedCheckpoint":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        return hashlib.sha256(f"{self.inner.fingerprint()} rotated by seed {self._seed}".encode()).hexdigest()
 
 
 def _by_rows(tensor: Tensor, change: Callable[[Tensor], Tensor], wide: torch.dtype, dtype: torch.dtype) -> Tensor:
