@@ -3,6 +3,7 @@ them, in float.
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,8 @@ def test_reading_what_was_written_gives_the_same_bits(
     weight = random_weight(scheme_for(bits, size, symmetric), rows, size * groups, seed, dtype)
     folder = save_folder(tmp_path_factory.mktemp("mlx"), encode("m", weight), bits=bits, group_size=size)
     reader = MlxReader(opened(folder))
+    if weight.zero_point is not None and not bool(weight.zero_point.any()):  # no number tells the two schemes apart
+        weight = replace(weight, zero_point=None, scheme=scheme_for(bits, size, True))
     assert same(reader.quantized("m"), weight)
 
 
