@@ -46,12 +46,16 @@ class HashedFile:
         written, hashed = self._writer.submit(self._write, data, start), self._hasher.submit(self._digest.update, data)
         self._pending.append((len(data), written, hashed))
 
-    def finish(self) -> str:
-        """Flush the file to the disk; returns the hex sha256 of all of it. Raises OSError."""
+    def finish(self, *, sync: bool = True) -> str:
+        """Flush the file to the disk; returns the hex sha256 of all of it. Raises OSError.
+
+        Without `sync` its bytes are with the system only, on their way to the disk: `sync_file` waits for them.
+        """
         while self._pending:
             self._settle()
         self._file.flush()
-        os.fsync(self._file.fileno())
+        if sync:
+            os.fsync(self._file.fileno())
         return self._digest.hexdigest()
 
     def _settle(self) -> None:
@@ -65,3 +69,9 @@ class HashedFile:
         if hasattr(os, "posix_fadvise"):  # begins writing back what it is said of
             self._file.flush()
             os.posix_fadvise(self._file.fileno(), start, len(data), os.POSIX_FADV_DONTNEED)
+
+
+def sync_file(path: Path) -> None:
+    """Wait until the disk has all that was written to the file. Raises OSError."""
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())

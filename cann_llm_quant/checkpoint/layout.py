@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from cann_llm_quant.checkpoint.hashed_file import HashedFile
+from cann_llm_quant.checkpoint.hashed_file import HashedFile, sync_file
 from cann_llm_quant.errors import CheckpointError
 
 DTYPE_NAMES: dict[torch.dtype, str] = {
@@ -120,20 +120,39 @@ def read_header(path: Path) -> tuple[list[Span], int]:
     return spans, 8 + length
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[int, str]:
-    """Write one safetensors file; returns its size and sha256. A few tensors at a time are held as copies."""
+def write_unsynced(path: Path, tensors: Mapping[str, Tensor]) -> tuple[int, str]:
+    """Write one safetensors file beside `path`; returns its size and sha256. `settle_file` puts it there.
+
+    The system has its bytes, the disk perhaps not yet. A few tensors at a time are held as copies.
+    """
     unplaced = [
         Span(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), 0, tensor.numel() * tensor.element_size())
         for name, tensor in sorted(tensors.items())
     ]
     spans = lay_out(unplaced)
-    temporary = path.with_name(path.name + ".tmp")
-    with HashedFile(temporary) as file:
+    with HashedFile(_temporary(path)) as file:
         for data in _file_parts(spans, tensors):
             file.write(data)
-        digest = file.finish()
-    os.replace(temporary, path)
+        digest = file.finish(sync=False)
     return file.nbytes, digest
+
+
+def settle_file(path: Path) -> None:
+    """Wait until what `write_unsynced` wrote is on the disk, then give it its name."""
+    temporary = _temporary(path)
+    sync_file(temporary)
+    os.replace(temporary, path)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[int, str]:
+    """Write one safetensors file; returns its size and sha256."""
+    written = write_unsynced(path, tensors)
+    settle_file(path)
+    return written
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(path.name + ".tmp")
 
 
 def _file_parts(spans: list[Span], tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:

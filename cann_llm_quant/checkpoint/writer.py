@@ -37,7 +37,7 @@ from cann_llm_quant.checkpoint.journal import (
     sync_folder,
     write_file,
 )
-from cann_llm_quant.checkpoint.layout import DTYPE_NAMES, read_header, read_tensors, write_tensors
+from cann_llm_quant.checkpoint.layout import DTYPE_NAMES, read_header, read_tensors, settle_file, write_unsynced
 from cann_llm_quant.checkpoint.merge import Plan, check_shards, index_json, plan_shards, write_shards
 from cann_llm_quant.checkpoint.output_place import (
     check_output,
@@ -81,6 +81,7 @@ class CheckpointWriter:
         self._units.mkdir(exist_ok=True)
         self.scratch.mkdir(exist_ok=True)
         self._entries = recover(self._journal, self._units) if plan is None else self._entries_of_merge(plan)
+        self._staged = {entry.unit for entry in self._entries}
         self._owners: dict[str, str] = {}
         if plan is None:
             for entry in self._entries:
@@ -141,19 +142,43 @@ class CheckpointWriter:
         is written. Raises CheckpointError when a tensor has no data or cannot be stored, or when its name or
         the unit is taken.
         """
-        if self._plan is not None or unit in self.completed:
+        self.commit_unit(self.stage_unit(unit, tensors, record))
+
+    def stage_unit(self, unit: str, tensors: Mapping[str, Tensor], record: dict[str, Any]) -> Entry:
+        """Hand one unit's bytes to the system; it counts from `commit_unit`, which must follow the order of staging.
+
+        Raises CheckpointError as `write_unit`. One thread may stage while another commits.
+        """
+        if self._plan is not None or unit in self._staged:
             raise CheckpointError(f"unit {unit!r} is already written to {self._partial}")
         for name, tensor in tensors.items():
             self._check_storable(unit, name, tensor)
-        path = self._units / f"{len(self._entries):05d}.safetensors"
+        path = self._units / _unit_file(len(self._staged))
         with disk_errors(path):
-            size, digest = write_tensors(path, tensors)
-            sync_folder(self._units)
-            entry = Entry(unit, path.name, size, digest, record)
-            append_entry(self._journal, entry)
-            sync_folder(self._partial)
-        self._entries.append(entry)
+            size, digest = write_unsynced(path, tensors)
+        self._staged.add(unit)
         self._owners |= dict.fromkeys(tensors, unit)
+        return Entry(unit, path.name, size, digest, record)
+
+    def commit_unit(self, entry: Entry) -> None:
+        """Wait for the disk and enter a staged unit in the journal; from then on it survives a kill and a power cut.
+
+        Raises CheckpointError where the unit before it was staged and not committed.
+        """
+        path = self._units / entry.file
+        try:
+            if entry.file != _unit_file(len(self._entries)):
+                raise CheckpointError(f"unit {entry.unit!r} cannot count: the one before it was not written")
+            with disk_errors(path):
+                settle_file(path)
+                sync_folder(self._units)
+                append_entry(self._journal, entry)
+                sync_folder(self._partial)
+        except BaseException:
+            self._staged.discard(entry.unit)
+            self._owners = {name: unit for name, unit in self._owners.items() if unit != entry.unit}
+            raise
+        self._entries.append(entry)
 
     def _check_storable(self, unit: str, name: str, tensor: Tensor) -> None:
         if tensor.is_meta:
@@ -266,6 +291,10 @@ class CheckpointWriter:
         os.replace(self._partial, done)
         sync_folder(self._out.parent)
         discard(done, self._lock)
+
+
+def _unit_file(index: int) -> str:
+    return f"{index:05d}.safetensors"
 
 
 def _checked_files(files: Mapping[str, bytes], plan: Plan, index_name: str) -> dict[str, bytes]:

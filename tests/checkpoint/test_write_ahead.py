@@ -8,9 +8,10 @@ import torch
 from safetensors.torch import load_file
 
 from cann_llm_quant.checkpoint import write_ahead
+from cann_llm_quant.checkpoint import writer as writer_module
 from cann_llm_quant.checkpoint.write_ahead import WriteAhead
 from cann_llm_quant.checkpoint.writer import CheckpointWriter
-from cann_llm_quant.errors import CheckpointError
+from cann_llm_quant.errors import CannQuantError, CheckpointError
 
 
 def units(count: int) -> dict[str, dict[str, torch.Tensor]]:
@@ -51,3 +52,43 @@ def test_no_more_waits_than_is_allowed(tmp_path: Path, monkeypatch: pytest.Monke
             assert len(ahead._pending) <= 2
         ahead.write_unit("large", {"w": torch.zeros(1000)}, {})
         assert len(ahead._pending) == 1
+
+
+def test_a_unit_that_the_disk_refuses_ends_the_run_and_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Units that were staged behind the refused one never count: the journal has no gap."""
+    settle = writer_module.settle_file
+
+    def refuse(path: Path) -> None:
+        if path.name == "00001.safetensors":
+            raise OSError(28, "No space left on device")
+        settle(path)
+
+    monkeypatch.setattr(writer_module, "settle_file", refuse)
+    with (
+        CheckpointWriter.open(tmp_path / "out", run={}) as writer,
+        pytest.raises(CannQuantError, match=r"No space left.*resumes"),
+    ):
+        write(writer, units(4))
+    monkeypatch.undo()
+    with CheckpointWriter.open(tmp_path / "out", run={}) as writer:
+        assert list(writer.completed) == ["0"]
+        write(writer, {name: tensors for name, tensors in units(4).items() if name != "0"})
+        writer.finish({})
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == {"w0", "w1", "w2", "w3"}
+
+
+def test_a_unit_counts_only_when_the_disk_has_it(tmp_path: Path) -> None:
+    with CheckpointWriter.open(tmp_path / "out", run={}) as writer:
+        first, second = (writer.stage_unit(name, tensors, {}) for name, tensors in units(2).items())
+        assert writer.completed == {}
+        with pytest.raises(CheckpointError, match="'0' is already written"):
+            writer.stage_unit("0", {"other": torch.zeros(1)}, {})
+        with pytest.raises(CheckpointError, match="'1' cannot count"):
+            writer.commit_unit(second)
+        writer.commit_unit(first)
+        assert list(writer.completed) == ["0"]
+    with CheckpointWriter.open(tmp_path / "out", run={}) as writer:
+        assert list(writer.completed) == ["0"]
+        assert [path.name for path in (tmp_path / "out.partial" / "units").iterdir()] == ["00000.safetensors"]
