@@ -32,8 +32,9 @@ from torch import Tensor
 
 from cann_llm_quant.errors import CheckpointError, UnsupportedError
 from cann_llm_quant.export.ascend_static import check_static, deq_scale_of, encode_static
-from cann_llm_quant.export.ascend_sums import code_sums
+from cann_llm_quant.export.ascend_sums import matrix_sums
 from cann_llm_quant.quant.activations import InputQuantizer
+from cann_llm_quant.quant.nibbles import zip_nibbles
 from cann_llm_quant.quant.scheme import QuantizedTensor, Scheme, row_scales
 
 AscendType = Literal["W8A8", "W8A8_DYNAMIC", "W8A16", "W4A8_DYNAMIC", "W4A16"]
@@ -51,6 +52,7 @@ SUFFIXES = (
     "quant_bias",
 )
 ROW_SLICES = 16
+_SIGNS = 0x88  # turns a byte of two fields, code + 8, into one of two codes
 
 
 def encode_linear(
@@ -134,7 +136,19 @@ def unpack_columns(packed: Int8[Tensor, "out half"]) -> Int8[Tensor, "out in"]:
 def _packed(weight: QuantizedTensor, kind: AscendType) -> Tensor:
     if kind != "W4A16":
         return weight.codes.contiguous()
-    return pack_rows(weight.codes) if weight.scheme.strategy == "group" else pack_columns(weight.codes)
+    return _row_pairs(weight) if weight.scheme.strategy == "group" else pack_columns(weight.codes)
+
+
+def _row_pairs(weight: QuantizedTensor) -> Int8[Tensor, "half in"]:
+    """`pack_rows` of the codes, from their stream where that has 4 bits and whole words."""
+    out, columns = weight.shape
+    if weight.scheme.bits != 4 or columns % 8:
+        return pack_rows(weight.codes)
+    pairs = torch.empty(out // 2, columns, dtype=torch.uint8)
+    for rows in weight.stream.blocks():
+        packed = weight.stream.packed[rows]
+        pairs[rows.start // 2 : rows.stop // 2] = zip_nibbles(packed[0::2], packed[1::2])
+    return pairs.bitwise_xor_(_SIGNS).view(torch.int8)
 
 
 def _offset(weight: QuantizedTensor, scale: Tensor) -> Tensor:
@@ -145,7 +159,7 @@ def _offset(weight: QuantizedTensor, scale: Tensor) -> Tensor:
 
 def _encode_w4a8(weight: QuantizedTensor, scale: Float[Tensor, "out groups"], slices: int) -> dict[str, Tensor]:
     zeros = torch.zeros(len(scale), 1)
-    tensors = {"weight": pack_rows(weight.codes), "weight_offset": zeros}
+    tensors = {"weight": _row_pairs(weight), "weight_offset": zeros}
     if weight.scheme.strategy == "group":
         tensors["weight_scale"] = torch.ones_like(zeros)
         tensors |= {"weight_scale_second": scale, "weight_offset_second": torch.zeros_like(scale)}
@@ -164,7 +178,7 @@ def scale_bias(weight: QuantizedTensor, slices: int) -> Float[Tensor, "out slice
     width = weight.scheme.columns_per_scale(columns)
     # the widest runs of columns that lie within one group and one part
     run = 1 if columns % slices else math.gcd(width, columns // slices)
-    sums = code_sums(weight.codes, run) * row_scales(weight.scale, weight.scheme, out).repeat_interleave(
+    sums = matrix_sums(weight, run) * row_scales(weight.scale, weight.scheme, out).repeat_interleave(
         width // run, dim=1
     )
     return torch.stack([part.sum(1) for part in sums.tensor_split(slices, dim=1)], dim=1).mul_(8)

@@ -31,7 +31,8 @@ from cann_llm_quant.export.layout import PackedModel
 from cann_llm_quant.export.model_config import json_bytes, output_config
 from cann_llm_quant.export.weight_only import dense, half_precision, left_out, linears_only, refusal, zero_fields
 from cann_llm_quant.quant.activations import InputQuantizer
-from cann_llm_quant.quant.bit_stream import to_codes, to_fields
+from cann_llm_quant.quant.bit_stream import BitStream, as_bytes, as_words, to_codes, to_fields
+from cann_llm_quant.quant.nibbles import transpose_nibbles
 from cann_llm_quant.quant.scheme import ActivationScheme, QuantizedTensor, Scheme, scheme_for
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -148,13 +149,25 @@ def encode(module: str, weight: QuantizedTensor, bias: Tensor | None = None) -> 
     Raises CheckpointError for scales or a bias beyond float16.
     """
     tensors = {
-        "qweight": pack_rows(to_fields(weight.codes.contiguous(), BITS)),
+        "qweight": _pack_matrix(weight),
         "qzeros": pack_rows(zero_fields(weight)),
         "scales": half_precision(f"{module}.scales", weight.scale.expand(weight.shape[0], -1).t().contiguous()),
     }
     if bias is not None:
         tensors["bias"] = half_precision(f"{module}.bias", bias)
     return {f"{module}.{suffix}": tensor for suffix, tensor in tensors.items()}
+
+
+def _pack_matrix(weight: QuantizedTensor) -> Int32[Tensor, "columns words"]:
+    out, columns = weight.shape
+    if columns % PER_WORD:
+        return pack_rows(to_fields(weight.codes.contiguous(), BITS))
+    stream = weight.stream
+    packed = torch.empty(columns // PER_WORD, PER_WORD, out // PER_WORD, dtype=torch.int32, device=weight.scale.device)
+    for rows in stream.blocks():
+        runs = as_words(stream.packed[rows]).view(-1, PER_WORD, columns // PER_WORD)[:, ORDER]
+        packed[:, :, rows.start // PER_WORD : rows.stop // PER_WORD] = transpose_nibbles(runs).permute(2, 1, 0)
+    return packed.view(columns, -1)
 
 
 def pack_rows(fields: UInt8[Tensor, "out columns"]) -> Int32[Tensor, "columns words"]:
@@ -176,6 +189,17 @@ def unpack_rows(words: Int32[Tensor, "columns words"]) -> UInt8[Tensor, "out col
     return fields.flatten(0, 1)
 
 
-def decode_codes(qweight: Int32[Tensor, "columns words"]) -> Int8[Tensor, "out columns"]:
+def decode_codes(qweight: Int32[Tensor, "columns words"]) -> BitStream | Int8[Tensor, "out columns"]:
     """The codes of a stored matrix."""
-    return to_codes(unpack_rows(qweight), BITS)
+    columns, words = qweight.shape
+    if columns % PER_WORD:
+        return decode_zeros(qweight)
+    runs = transpose_nibbles(qweight.view(-1, PER_WORD, words).permute(2, 1, 0).contiguous())
+    stream = torch.empty_like(runs)
+    stream[:, ORDER] = runs
+    return BitStream(as_bytes(stream.view(PER_WORD * words, -1)), BITS)
+
+
+def decode_zeros(qzeros: Int32[Tensor, "groups words"]) -> Int8[Tensor, "out groups"]:
+    """The zero points of a stored matrix."""
+    return to_codes(unpack_rows(qzeros), BITS)

@@ -9,11 +9,10 @@ linear whose zero points are all 8 is symmetric.
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
 
 from cann_llm_quant.checkpoint.base import Checkpoint
 from cann_llm_quant.errors import CheckpointError, UnsupportedError
-from cann_llm_quant.export.awq import BITS, PER_WORD, decode_codes
+from cann_llm_quant.export.awq import BITS, PER_WORD, decode_codes, decode_zeros
 from cann_llm_quant.export.kv_section import KvCache
 from cann_llm_quant.export.layout import StoredLinear
 from cann_llm_quant.export.weight_only import finite, stored_matrix, stored_modules
@@ -73,7 +72,7 @@ class AwqReader:
         stored = self.linears[module]
         qweight, qzeros, scales = (self._checkpoint.load(name) for name in stored.tensors)
         scale = finite(f"{self._checkpoint.path}: {module}.scales", scales).t().contiguous()
-        zeros: Tensor | None = None if stored.scheme.symmetric else decode_codes(qzeros)
+        zeros = None if stored.scheme.symmetric else decode_zeros(qzeros)
         return QuantizedTensor(decode_codes(qweight), scale, zeros, stored.scheme)
 
     def inputs(self, module: str) -> InputQuantizer | None:

@@ -22,6 +22,8 @@ from jaxtyping import Float, Float16, Int8, UInt8
 from torch import Tensor
 
 from cann_llm_quant.errors import CheckpointError, UnsupportedError
+from cann_llm_quant.quant.bit_stream import BitStream
+from cann_llm_quant.quant.nibbles import unzip_nibbles, zip_nibbles
 from cann_llm_quant.quant.scheme import MXFP4, QuantizedTensor, Scheme, row_scales
 
 BLOCK = 32
@@ -69,6 +71,10 @@ def encode(module: str, weight: QuantizedTensor) -> UInt8[Tensor, "out bytes"]:
     parts = _scale_bytes(module, weight, kind)
     if kind is Kind.Q8_0:
         return torch.cat([*parts, weight.codes.view(torch.uint8).view(out, blocks, BLOCK)], dim=-1).view(out, -1)
+    if kind in (Kind.Q4_0, Kind.Q4_1) and weight.scheme.bits == 4:
+        packed = weight.stream.packed.view(out, blocks, BLOCK // 2)
+        parts.append(zip_nibbles(packed[..., : BLOCK // 4], packed[..., BLOCK // 4 :]))
+        return torch.cat(parts, dim=-1).view(out, -1)
     half = 0 if kind is Kind.MXFP4 else 1 << (SCHEMES[kind].bits - 1)
     fields = (weight.codes + half).view(torch.uint8).view(out, blocks, BLOCK)
     if SCHEMES[kind].bits == 5:
@@ -102,10 +108,12 @@ def decode(module: str, data: UInt8[Tensor, "out bytes"], kind: Kind) -> Quantiz
         zeros = zero_points(scale, _halves(rows, 2), scheme.bits)
         if zeros is None:
             raise CheckpointError(f"{module}: {kind.name} blocks whose minimum is no whole number of steps")
+    if scheme.bits == 4:
+        packed = torch.cat(unzip_nibbles(rows[..., -BLOCK // 2 :]), dim=-1).view(len(data), -1)
+        return QuantizedTensor(BitStream(packed, 4), scale, zeros, scheme)
     fields = _nibbles(rows[..., -BLOCK // 2 :])
-    if scheme.bits == 5:
-        at = 2 if scheme.symmetric else 4
-        fields |= _unpack_bits(rows[..., at : at + 4]).reshape(fields.shape) << 4
+    at = 2 if scheme.symmetric else 4
+    fields |= _unpack_bits(rows[..., at : at + 4]).reshape(fields.shape) << 4
     return QuantizedTensor(fields.view(torch.int8) - (1 << (scheme.bits - 1)), scale, zeros, scheme)
 
 

@@ -8,7 +8,7 @@ a time, and of what is made of it some rows. `export.json` beside the file says 
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -193,15 +193,7 @@ def _encoded(source: str, checkpoint: Checkpoint, kind: Kind) -> Iterator[Shaped
     weight = checkpoint.quantized(module) if isinstance(checkpoint, PackedSource) else None
     assert weight is not None, f"{module} is planned in codes"
     for start in range(0, weight.shape[0], ROWS):
-        yield encode(module, _some_rows(weight, start))
-
-
-def _some_rows(weight: QuantizedTensor, start: int) -> QuantizedTensor:
-    block = slice(start, start + ROWS)
-    each = len(weight.scale) > 1
-    zeros = weight.zero_point[block] if weight.zero_point is not None and each else weight.zero_point
-    scale = weight.scale[block] if each else weight.scale
-    return replace(weight, codes=weight.codes[block], scale=scale, zero_point=zeros)
+        yield encode(module, weight.rows(start, start + ROWS))
 
 
 def interleaved(data: Shaped[Tensor, "out *rest"], heads: int) -> Shaped[Tensor, "out *rest"]:

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 import torch
-from jaxtyping import Int8, Int32, UInt8
+from jaxtyping import Int32, UInt8
 from torch import Tensor
 
 from cann_llm_quant.errors import UnsupportedError
@@ -37,7 +37,7 @@ from cann_llm_quant.export.weight_only import (
     zero_fields,
 )
 from cann_llm_quant.quant.activations import InputQuantizer
-from cann_llm_quant.quant.bit_stream import as_bytes, as_words, pack_fields, to_codes, to_fields, unpack_fields
+from cann_llm_quant.quant.bit_stream import BitStream, as_bytes, as_words, pack_fields, unpack_fields
 from cann_llm_quant.quant.scheme import ActivationScheme, QuantizedTensor, Scheme, scheme_for
 
 Version = Literal[1, 2]
@@ -141,9 +141,8 @@ def encode(module: str, weight: QuantizedTensor, version: Version, bias: Tensor 
     float16. Rows and columns must be multiples of 32.
     """
     bits, (out, columns) = weight.scheme.bits, weight.shape
-    fields = to_fields(weight.codes.contiguous(), bits)
     tensors = {
-        "qweight": as_words(pack_fields(fields, bits)).t().contiguous(),
+        "qweight": as_words(weight.stream.packed).t().contiguous(),
         "qzeros": _stored_zeros(module, zero_fields(weight), bits, version),
         "scales": half_precision(f"{module}.scales", weight.scale.expand(out, -1).t().contiguous()),
         "g_idx": _group_index(weight, columns),
@@ -177,9 +176,9 @@ def neighbours(columns: int, width: int) -> Int32[Tensor, "columns"]:
     return torch.arange(columns, dtype=torch.int32) // width
 
 
-def decode_codes(qweight: Int32[Tensor, "words out"], bits: int) -> Int8[Tensor, "out columns"]:
-    """Codes [out, in] of a stored matrix."""
-    return to_codes(unpack_fields(as_bytes(qweight.t()), bits), bits)
+def decode_codes(qweight: Int32[Tensor, "words out"], bits: int) -> BitStream:
+    """Codes of a stored matrix, which is transposed."""
+    return BitStream(as_bytes(qweight.t()), bits)
 
 
 def decode_zeros(qzeros: Int32[Tensor, "groups words"], bits: int) -> UInt8[Tensor, "out groups"]:

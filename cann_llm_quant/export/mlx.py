@@ -30,7 +30,7 @@ from cann_llm_quant.export.layout import PackedModel
 from cann_llm_quant.export.model_config import json_bytes, output_config
 from cann_llm_quant.export.weight_only import most_common, nearest_bits, refusal, zero_fields
 from cann_llm_quant.quant.activations import InputQuantizer
-from cann_llm_quant.quant.bit_stream import as_words, pack_fields, to_fields
+from cann_llm_quant.quant.bit_stream import as_words
 from cann_llm_quant.quant.scheme import ActivationScheme, QuantizedTensor, Scheme, scheme_for
 
 BITS = (2, 3, 4, 5, 6, 8)
@@ -118,10 +118,9 @@ def encode(module: str, weight: QuantizedTensor, bias: Tensor | None = None) -> 
     """
     if weight.group_index is not None:
         raise UnsupportedError(f"{module} has its columns scattered over groups, which MLX cannot say; requantize it")
-    bits, scale = weight.scheme.bits, weight.scale.contiguous()
-    words = as_words(pack_fields(to_fields(weight.codes.contiguous(), bits), bits))
+    scale = weight.scale.contiguous()
     biases = zero_fields(weight).to(torch.float32).mul_(scale.to(torch.float32)).neg_().to(scale.dtype)
-    tensors = {"weight": words.view(torch.uint32), "scales": scale, "biases": biases}
+    tensors = {"weight": as_words(weight.stream.packed).view(torch.uint32), "scales": scale, "biases": biases}
     if bias is not None:
         tensors["bias"] = bias
     return {f"{module}.{suffix}": tensor for suffix, tensor in tensors.items()}

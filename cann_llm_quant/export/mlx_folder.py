@@ -24,7 +24,7 @@ from cann_llm_quant.errors import CheckpointError, UnsupportedError
 from cann_llm_quant.export.mlx import BITS, MODE
 from cann_llm_quant.export.weight_only import finite, stored_matrix, stored_modules
 from cann_llm_quant.models.config_fields import ConfigFields
-from cann_llm_quant.quant.bit_stream import as_bytes, to_codes, unpack_fields
+from cann_llm_quant.quant.bit_stream import BitStream, as_bytes
 
 Kind = Literal["symmetric", "whole", "float"]
 
@@ -107,11 +107,10 @@ class MlxFolder(CheckpointView):
         where = f"{self.inner.path}: "
         return finite(where + scales, self.inner.load(scales)), finite(where + biases, self.inner.load(biases))
 
-    def codes(self, module: str) -> Int8[Tensor, "out columns"]:
+    def codes(self, module: str) -> BitStream:
         """The codes of a linear."""
-        bits = self.linears[module].bits
         words = self.inner.load(f"{module}.weight").view(torch.int32)
-        return to_codes(unpack_fields(as_bytes(words), bits), bits)
+        return BitStream(as_bytes(words), self.linears[module].bits)
 
     def _shown(self, info: TensorInfo) -> TensorInfo:
         linear = self.linears[self._dense[info.name]]
@@ -121,7 +120,7 @@ class MlxFolder(CheckpointView):
     def _dequantized(self, module: str) -> Float[Tensor, "out columns"]:
         linear = self.linears[module]
         scale, bias = (part.to(torch.float32).unsqueeze(-1) for part in self.affine(module))
-        fields = self.codes(module).to(torch.float32).add_(1 << (linear.bits - 1))
+        fields = self.codes(module).codes().to(torch.float32).add_(1 << (linear.bits - 1))
         groups = fields.view(linear.shape[0], -1, linear.group_size)
         return groups.mul_(scale).add_(bias).view(linear.shape).to(linear.dtype)
 

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from cann_llm_quant.errors import CheckpointError
+from cann_llm_quant.quant.bit_stream import BitStream, as_bytes, as_words
 from cann_llm_quant.quant.pack import pack_int32, pack_pairs, packed_length, unpack_int32, unpack_pairs
 from cann_llm_quant.quant.scheme import ActivationScheme, QuantizedTensor, Scheme
 
@@ -100,7 +101,7 @@ def _encode(module: str, weight: QuantizedTensor, layout: Layout) -> dict[str, T
 def _encode_packed(weight: QuantizedTensor) -> dict[str, Tensor]:
     bits, (out, columns) = weight.scheme.bits, weight.shape
     tensors = {
-        "weight_packed": pack_int32(weight.codes, bits, dim=1),
+        "weight_packed": as_words(weight.stream.packed) if _whole(columns) else pack_int32(weight.codes, bits, dim=1),
         "weight_scale": weight.scale.expand(out, -1).contiguous(),
         "weight_shape": torch.tensor([out, columns], dtype=torch.int64),
     }
@@ -161,7 +162,13 @@ def _decode_packed(module: str, tensors: Mapping[str, Tensor], scheme: Scheme) -
         stored = _tensor(module, tensors, "weight_zero_point", torch.int32)
         stored = _shaped(module, "weight_zero_point", stored, (packed_length(out, bits), groups))
         zeros = unpack_int32(stored, bits, out, dim=0)
-    return QuantizedTensor(unpack_int32(packed, bits, columns, dim=1), scale, zeros, scheme)
+    codes = BitStream(as_bytes(packed), bits) if _whole(columns) else unpack_int32(packed, bits, columns, dim=1)
+    return QuantizedTensor(codes, scale, zeros, scheme)
+
+
+def _whole(columns: int) -> bool:
+    """Whether a row ends where a word does, whatever the bits."""
+    return columns % 32 == 0
 
 
 def _loaded_scale(

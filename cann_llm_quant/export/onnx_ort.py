@@ -193,7 +193,7 @@ def _store_nbits(
     scales = row_scales(weight.scale, weight.scheme, out)
     each = blocks if scales.shape[1] == 1 else width // block
     parts = {
-        "codes": graph.constant(f"{name}.codes", pack_blocks(weight.codes, bits, block)),
+        "codes": graph.constant(f"{name}.codes", _nbits_codes(weight, bits, block)),
         "scales": graph.constant(f"{name}.scales", _spread(scales, each, blocks), dtype),
     }
     if weight.zero_point is not None:
@@ -205,6 +205,13 @@ def _store_nbits(
 def _spread(values: Tensor, each: int, blocks: int) -> Tensor:
     """A value for every block from one for every group of `each` blocks."""
     return values.repeat_interleave(each, dim=1)[:, :blocks].contiguous()
+
+
+def _nbits_codes(weight: QuantizedTensor, bits: int, block: int) -> UInt8[Tensor, "out blocks bytes"]:
+    out, columns = weight.shape
+    if bits == weight.scheme.bits and columns % block == 0:
+        return weight.stream.packed.view(out, columns // block, -1)
+    return pack_blocks(weight.codes, bits, block)
 
 
 def pack_blocks(codes: Int8[Tensor, "out in"], bits: int, block: int) -> UInt8[Tensor, "out blocks bytes"]:

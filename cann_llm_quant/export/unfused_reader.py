@@ -66,7 +66,7 @@ class UnfusedReader:
         zero_point = None if whole.zero_point is None else _rows_of(whole.zero_point, part.rows)
         return replace(
             whole,
-            codes=_rows_of(whole.codes, part.rows),
+            stored=_rows_of(whole.codes, part.rows),
             scale=whole.scale if whole.scheme.strategy == "tensor" else _rows_of(whole.scale, part.rows),
             zero_point=zero_point,
         )

@@ -20,12 +20,12 @@ class QuantizedLookup:
             raise ValueError(f"an embedding has scales for each row, not {weight.scheme}")
         zero_point = None if weight.zero_point is None else weight.zero_point.to(device)
         codes, scale = weight.codes.to(device), weight.scale.to(device)
-        self.weight = replace(weight, codes=codes, scale=scale, zero_point=zero_point)
+        self.weight = replace(weight, stored=codes, scale=scale, zero_point=zero_point)
         self.device, self.dtype = device, dtype
 
     def __call__(self, ids: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq hidden"]:
         """The rows for `ids`."""
         whole, flat = self.weight, ids.flatten()
         zero_point = None if whole.zero_point is None else whole.zero_point[flat]
-        rows = replace(whole, codes=whole.codes[flat], scale=whole.scale[flat], zero_point=zero_point)
+        rows = replace(whole, stored=whole.codes[flat], scale=whole.scale[flat], zero_point=zero_point)
         return rows.dequantize(self.dtype).view(*ids.shape, whole.shape[1])

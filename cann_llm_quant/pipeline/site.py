@@ -7,7 +7,7 @@ share a scale with it.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
@@ -92,7 +92,7 @@ def _solve_stack(
     for module, linear in linears.items():
         end = begin + linear.weight.shape[0]
         judge = _Judge(linear, target[begin:end], moments.hessian)
-        solved[module] = judge(result if len(linears) == 1 else _rows(result, begin, end))
+        solved[module] = judge(result if len(linears) == 1 else result.rows(begin, end))
         plain[module] = judge.relative(linear.plain)
         if _error(solved[module]) > plain[module] or shares_scale(linear.scheme):
             simple[module] = judge(_rounded(linear))
@@ -157,13 +157,3 @@ class _Judge:
 
     def relative(self, weight: Float[Tensor, "out in"]) -> float:
         return output_error(weight - self._aim, self._hessian) * self._scale
-
-
-def _rows(weight: QuantizedTensor, begin: int, end: int) -> QuantizedTensor:
-    zeros = weight.zero_point
-    return replace(
-        weight,
-        codes=weight.codes[begin:end],
-        scale=weight.scale if weight.scale.shape[0] == 1 else weight.scale[begin:end],
-        zero_point=None if zeros is None else zeros[begin:end],
-    )

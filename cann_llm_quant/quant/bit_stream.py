@@ -7,9 +7,51 @@ unsigned number, so that no sign is ever extended. The int4 codes -8..7 give the
 Widths that divide 8 are packed by halving: two bytes, read as one 16-bit number, become one byte of twice the width.
 """
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import torch
 from jaxtyping import Int8, Int32, UInt8
 from torch import Tensor
+
+_BLOCK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class BitStream:
+    """The codes of a matrix, packed row by row; 8 divides its columns.
+
+    Most layouts of 4 bits store a matrix so or nearly so: what is read from one can be written to another without being
+    unpacked, which is most of what an export computes.
+    """
+
+    packed: UInt8[Tensor, "out bytes"]
+    bits: int
+
+    @classmethod
+    def of(cls, codes: Int8[Tensor, "out in"], bits: int) -> "BitStream":
+        """The stream of these codes."""
+        return cls(pack_fields(to_fields(codes.contiguous(), bits), bits), bits)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """`(out, in)` of the matrix."""
+        return int(self.packed.shape[0]), int(self.packed.shape[1]) * 8 // self.bits
+
+    def codes(self) -> Int8[Tensor, "out in"]:
+        """The matrix, unpacked."""
+        codes = torch.empty(self.shape, dtype=torch.int8, device=self.packed.device)
+        for rows in self.blocks():
+            codes[rows] = to_codes(unpack_fields(self.packed[rows], self.bits), self.bits)
+        return codes
+
+    def blocks(self) -> Iterator[slice]:
+        """Runs of rows, a multiple of 8 but for the last, whose bytes stay in a core's cache while one works on them.
+
+        Memory that is taken for whole matrices costs more, in page faults, than what is computed in it.
+        """
+        rows = max(8, _BLOCK_BYTES // max(1, self.packed.shape[1]) // 8 * 8)
+        return (slice(start, start + rows) for start in range(0, len(self.packed), rows))
 
 
 def to_fields(codes: Int8[Tensor, "..."], bits: int) -> UInt8[Tensor, "..."]:

@@ -46,7 +46,7 @@ def descend_codes(
             _descend_block(moved, strip @ error, strip[:, block], [steps[g] for g in groups], weight.scheme.dtype)
             values[block] = moved
             error[block] += (moved - before) * steps[groups]
-    return replace(weight, codes=to_codes(values.T.contiguous(), weight.scheme.dtype))
+    return replace(weight, stored=to_codes(values.T.contiguous(), weight.scheme.dtype))
 
 
 def _descend_block(values: Tensor, gradient: Tensor, corner: Tensor, steps: list[Tensor], dtype: str) -> None:

@@ -105,7 +105,7 @@ def feed_back(rounded: QuantizedTensor, w: Float[Tensor, "out in"], factor: Fact
         work[end:].addmm_(upper[:, end:].T, errors, alpha=-1.0)
     placed = torch.empty_like(values)
     placed[factor.order] = values
-    return replace(rounded, codes=to_codes(placed.T.contiguous(), dtype))
+    return replace(rounded, stored=to_codes(placed.T.contiguous(), dtype))
 
 
 def column_grid(

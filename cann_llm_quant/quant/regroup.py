@@ -28,7 +28,7 @@ def regroup(weight: QuantizedTensor, size: int) -> QuantizedTensor:
     assert scheme is not None, "groups cannot be split so"
     assert weight.group_index is None, "scattered groups are not runs that could be split"
     zeros = None if weight.zero_point is None else _repeat(weight.zero_point, out, columns // size)
-    return QuantizedTensor(weight.codes, _repeat(weight.scale, out, columns // size), zeros, scheme)
+    return QuantizedTensor(weight.stored, _repeat(weight.scale, out, columns // size), zeros, scheme)
 
 
 def _repeat(values: Tensor, out: int, groups: int) -> Tensor:

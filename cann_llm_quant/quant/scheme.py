@@ -7,7 +7,8 @@ fp8_e4m3 and fp4_e2m1 (see number_formats.py). Only integers have zero points. L
 MLX) add 2^(b-1) when they are written, so that this value converts into every layout without requantizing.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -15,6 +16,7 @@ from jaxtyping import Float, Float8e4m3fn, Int8, Int32
 from torch import Tensor
 
 from cann_llm_quant.errors import UsageError
+from cann_llm_quant.quant.bit_stream import BitStream
 from cann_llm_quant.quant.number_formats import FLOAT_BITS, FLOAT_MAX, FLOAT_MAX_EXPONENT, INT_BITS, to_values
 
 IntType = Literal["int2", "int3", "int4", "int5", "int6", "int8"]
@@ -156,6 +158,7 @@ class ActivationScheme:
 class QuantizedTensor:
     """One weight matrix in codes; see the module's formula.
 
+    `stored` are the codes, or integer codes as they came packed from a file: `codes` and `stream` give either form.
     `scale` is `[out, groups]` (`[out, 1]` per channel, `[1, 1]` per tensor, one for each tile) and already rounded to
     what is stored, so that dequantizing loses nothing more. Its dtype is the storage dtype; scales of the types `e8m0`
     and `e4m3` are held in float32, with the float32 divisor of the latter as `global_scale`. `group_index` names each
@@ -163,7 +166,7 @@ class QuantizedTensor:
     `c // columns_per_scale`.
     """
 
-    codes: Int8[Tensor, "out in"] | Float8e4m3fn[Tensor, "out in"]
+    stored: Int8[Tensor, "out in"] | Float8e4m3fn[Tensor, "out in"] | BitStream
     scale: Float[Tensor, "rows groups"]
     zero_point: Int8[Tensor, "rows groups"] | None
     scheme: Scheme
@@ -173,13 +176,35 @@ class QuantizedTensor:
     @property
     def shape(self) -> tuple[int, int]:
         """`(out, in)`."""
-        return int(self.codes.shape[0]), int(self.codes.shape[1])
+        return int(self.stored.shape[0]), int(self.stored.shape[1])
+
+    @cached_property
+    def codes(self) -> Int8[Tensor, "out in"] | Float8e4m3fn[Tensor, "out in"]:
+        """One code a byte."""
+        return self.stored.codes() if isinstance(self.stored, BitStream) else self.stored
+
+    @cached_property
+    def stream(self) -> BitStream:
+        """Integer codes as rows of a bit stream; 8 must divide the columns."""
+        return self.stored if isinstance(self.stored, BitStream) else BitStream.of(self.stored, self.scheme.bits)
+
+    def rows(self, begin: int, end: int) -> "QuantizedTensor":
+        """The matrix of these rows, of any scheme but one in tiles, which reach over rows."""
+        assert self.scheme.strategy != "tile", "tiles cannot be parted by rows"
+        part, shared = slice(begin, end), self.scale.shape[0] == 1
+        stored, zeros = self.stored, self.zero_point
+        return replace(
+            self,
+            stored=BitStream(stored.packed[part], stored.bits) if isinstance(stored, BitStream) else stored[part],
+            scale=self.scale if shared else self.scale[part],
+            zero_point=zeros if zeros is None or shared else zeros[part],
+        )
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Float[Tensor, "out in"]:
         """`(value(codes) - zero_point) * scale`, multiplied in float32 and then rounded to `dtype`."""
         if self.group_index is not None:
             return self._dequantize_scattered(self.group_index).to(dtype)
-        out, columns = self.codes.shape
+        out, columns = self.shape
         width = self.scheme.columns_per_scale(columns)
         values = in_groups(to_values(self.codes, self.scheme.dtype), width)
         if self.zero_point is not None:
@@ -191,7 +216,7 @@ class QuantizedTensor:
         values = to_values(self.codes, self.scheme.dtype)
         if self.zero_point is not None:
             values = values - self.zero_point.to(torch.float32).index_select(1, group_index)
-        return values * row_scales(self.scale, self.scheme, len(self.codes)).index_select(1, group_index)
+        return values * row_scales(self.scale, self.scheme, self.shape[0]).index_select(1, group_index)
 
 
 def in_groups(w: Float[Tensor, "out in"], width: int) -> Float[Tensor, "out groups width"]:

@@ -88,7 +88,7 @@ def _scattered(
 
 def _moved(weight: QuantizedTensor, device: torch.device) -> QuantizedTensor:
     return QuantizedTensor(
-        codes=weight.codes.to(device),
+        stored=weight.codes.to(device),
         scale=weight.scale.to(device),
         zero_point=None if weight.zero_point is None else weight.zero_point.to(device),
         scheme=weight.scheme,

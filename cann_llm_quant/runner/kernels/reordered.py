@@ -25,7 +25,7 @@ def in_group_order(weight: QuantizedTensor) -> tuple[QuantizedTensor, Int64[Tens
     counts = torch.bincount(weight.group_index, minlength=groups)
     if weight.shape[1] % groups or not bool((counts == weight.shape[1] // groups).all()):
         return None
-    return replace(weight, codes=weight.codes.index_select(1, order), group_index=None), order
+    return replace(weight, stored=weight.codes.index_select(1, order), group_index=None), order
 
 
 class ReorderedLinear:
