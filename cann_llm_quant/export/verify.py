@@ -21,10 +21,12 @@ from cann_llm_quant.export.kv_cache import kv_plan
 from cann_llm_quant.export.packed import open_source
 from cann_llm_quant.export.packed_checkpoint import PackedCheckpoint
 from cann_llm_quant.export.verify_config import check_config, check_description, check_documents, check_ignored
-from cann_llm_quant.export.verify_files import check_index, check_shards, check_sums
+from cann_llm_quant.export.verify_files import check_index, check_links, check_shards, check_sums, check_unread
 from cann_llm_quant.export.verify_findings import Findings, Tick
+from cann_llm_quant.export.verify_json import check_json_files
 from cann_llm_quant.export.verify_onnx import check_onnx, onnx_files
 from cann_llm_quant.export.verify_origin import compare_architectures, compare_tokenizers
+from cann_llm_quant.export.verify_tokens import check_token_ids, check_tokenizer_files
 from cann_llm_quant.export.verify_weight_only import check_weight_only
 from cann_llm_quant.export.verify_weights import WeightError, check_numbers, compare_weights
 from cann_llm_quant.models import arch_from_checkpoint
@@ -91,8 +93,11 @@ def _examine(result: Verification, source: Checkpoint | None, tick: Tick) -> Non
 
 def _examine_files(result: Verification, tick: Tick) -> int:
     path, findings = result.path, result.findings
+    check_json_files(path, findings)
+    check_links(path, findings)
     shards = check_shards(path, findings)
     check_index(path, shards, findings)
+    check_unread(path, shards, findings)
     result.sums = check_sums(path, findings, tick)
     stored = {name: info for tensors in shards.values() for name, info in tensors.items()}
     check_description(path, stored, findings)
@@ -129,9 +134,11 @@ def _examine_config(result: Verification, ours: Checkpoint) -> Arch | None:
         result.layout = "float"
     if (inner.path / "config.json").is_file():
         check_config(inner, findings)
+        check_tokenizer_files(inner.path, findings)
     with findings.caught(f"{inner.path}/config.json"):
         arch = arch_from_checkpoint(ours)
         check_ignored(inner, arch, findings)
+        check_token_ids(inner, arch, findings)
         if isinstance(ours, PackedCheckpoint):
             check_weight_only(ours, arch, findings)
         kv_plan(ours)  # refuses scales that are missing, damaged or of no layer

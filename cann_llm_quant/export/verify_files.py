@@ -14,6 +14,7 @@ from cann_llm_quant.checkpoint.safetensors_reader import SafetensorsShard
 from cann_llm_quant.checkpoint.writer import SUMS_NAME
 from cann_llm_quant.errors import CheckpointError
 from cann_llm_quant.export.verify_findings import Findings, Tick, listed
+from cann_llm_quant.export.verify_json import check_keys
 
 _INDEX = ".safetensors.index.json"
 _SUM_LINE = re.compile(r"(?P<sum>[0-9a-f]{64}) [ *](?P<name>.+)")
@@ -26,7 +27,9 @@ def check_shards(folder: Path, findings: Findings) -> dict[str, dict[str, Tensor
     for name in file_names(folder):
         if name.endswith(".safetensors"):
             with findings.caught(str(folder / name)):
-                shards[name] = SafetensorsShard(folder / name).tensors
+                shard = SafetensorsShard(folder / name)
+                shards[name] = shard.tensors
+                check_keys(f"{folder / name}: the header", shard.header[8:], findings)
     owner: dict[str, str] = {}
     for file, tensors in shards.items():
         for name in tensors:
@@ -34,6 +37,36 @@ def check_shards(folder: Path, findings: Findings) -> dict[str, dict[str, Tensor
             if other != file:
                 findings.add(name, f"is in both {other} and {file}", "remove the file that is stale")
     return shards
+
+
+def check_links(folder: Path, findings: Findings) -> None:
+    """Links that lead nowhere are faults; those that leave the folder, the hub's cache apart, are remarks."""
+    blobs = folder.resolve().parent.parent / "blobs"  # snapshots/<revision>/ of the cache consists of links there
+    outside: list[str] = []
+    for path in sorted(folder.iterdir()):
+        if not path.is_symlink():
+            continue
+        try:
+            target = path.resolve(strict=True)
+        except (OSError, RuntimeError):  # nothing there, or a ring of links
+            findings.add(str(path), "is a link to what is not there", "fetch the file")
+            continue
+        if not target.is_relative_to(folder.resolve()) and not target.is_relative_to(blobs):
+            outside.append(path.name)
+    if outside:
+        findings.remark(f"links lead out of the folder, which a copy may leave behind: {listed(outside)}")
+
+
+def check_unread(folder: Path, shards: Mapping[str, Mapping[str, TensorInfo]], findings: Findings) -> None:
+    """Weights beside `model.safetensors` that no index names: some readers load them all, some only that file."""
+    indexed = any(name.endswith(_INDEX) for name in file_names(folder))
+    others = [name for name in shards if name != "model.safetensors"]
+    if "model.safetensors" in shards and others and not indexed:
+        findings.add(
+            str(folder),
+            f"holds weights beside model.safetensors that no index names: {listed(others)}",
+            "readers differ in whether they load them; remove them, or write an index",
+        )
 
 
 def check_index(folder: Path, shards: Mapping[str, Mapping[str, TensorInfo]], findings: Findings) -> None:
@@ -126,7 +159,8 @@ def _parse_sums(path: Path) -> dict[str, str]:
         match = _SUM_LINE.fullmatch(line)
         if match is None:
             raise CheckpointError(f"{path}: line {number} is no digest and name; write it again with sha256sum")
-        sums[match["name"]] = match["sum"]
+        if sums.setdefault(match["name"], match["sum"]) != match["sum"]:
+            raise CheckpointError(f"{path}: line {number} gives {match['name']} another digest; write it again")
     return sums
 
 

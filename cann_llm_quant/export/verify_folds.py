@@ -10,6 +10,15 @@ both, or it would call every smoothed weight wrong:
     producer is a linear    rows of v, up: r_i = <w_out_i, w_i> / <w_i, w_i>, and columns of o, down: 1 / r
     q, k                    rows r rounded to powers of two
 
+Gains alone do not tell a fold from damage: what was taken from a gain must be found in the columns of every linear that
+reads it. With e = rows * w_source * columns, summed over a site's linears, column j of w_out has
+
+    slope t = <w_out, e> / <e, e>,    noise r = max(|w_out - t e|, median of |w_out - e| over the columns nearby) / |e|
+
+and a gain that is off by itself leaves t where it should be 1. Columns of one group share their steps and so their
+noise; where that is loud (r > 0.3) a column tells nothing, as it may have become 0 as a whole. In sound outputs |t - 1|
+was never more than 1.1 r (docs/verify.md).
+
 The factor of a row is taken for 1 unless the rows' factors spread wider than rounding noise explains. A scale that was
 damaged in v or up therefore shows in o or down, whose columns then do not fit.
 """
@@ -17,15 +26,20 @@ damaged in v or up therefore shows in o or down, whose columns then do not fit.
 from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from cann_llm_quant.checkpoint.base import Checkpoint
+from cann_llm_quant.export.verify_findings import Findings
 from cann_llm_quant.models.arch import Arch, Layer, Producer, Site
 from cann_llm_quant.quant.fold import tie_over_repeats
 
 _NOISE = 3.0  # standard deviations
 _NEAR = 0.1  # relative distance from a power of two
+_TELLING = 0.3  # the noise of a column that is judged
+_LEFT = 2.0  # of the noise, how far a slope may be from 1
+_NEARBY = 32  # columns
+_CAST = 0.02  # the least that is noticed
 
 
 @dataclass
@@ -56,12 +70,36 @@ class LayerFolds:
         return inverse[tie_over_repeats(self.arch.num_kv_heads, producer.repeat, self.arch.head_dim)]
 
     def _norm_factor(self, producer: Producer, ours: Checkpoint, source: Checkpoint) -> Float[Tensor, "in"] | None:
-        name = next(p.name for p in self.layer.parameters if p.role == producer.role)
-        before, after = (self.arch.norm_offset + c.load(name).to(torch.float32) for c in (source, ours))
+        _, before, after = self._gains(producer, ours, source)
         if torch.equal(before, after):
             return None
         usable = (before != 0) & (after != 0)
         return torch.where(usable, before / torch.where(usable, after, 1.0), 1.0)
+
+    def _gains(self, producer: Producer, ours: Checkpoint, source: Checkpoint) -> tuple[str, Tensor, Tensor]:
+        """A norm's name, and its gains with their offset, in the source and in the output."""
+        name = next(p.name for p in self.layer.parameters if p.role == producer.role)
+        before, after = (self.arch.norm_offset + c.load(name).to(torch.float32) for c in (source, ours))
+        return name, before, after
+
+    def check_gain(
+        self, site: Site, slopes: "ColumnSlopes", ours: Checkpoint, source: Checkpoint, findings: Findings
+    ) -> None:
+        """Whether what the gain of a site's norm lost was given to all columns that read it; a fault otherwise."""
+        if site.producer is None or site.producer.kind != "norm" or slopes.energy is None:
+            return
+        name, before, after = self._gains(site.producer, ours, source)
+        if torch.equal(before, after):
+            return
+        wrong = slopes.off() | ((before == 0) != (after == 0)) | (before.sign() * after.sign() < 0)
+        if bool(wrong.any()):
+            channel = int(wrong.nonzero()[0])
+            findings.add(
+                name,
+                f"{int(wrong.sum())} of {len(wrong)} gains are neither the source's nor undone by the columns that "
+                f"read them (channel {channel}: {float(before[channel]):.4g} became {float(after[channel]):.4g})",
+                "the norm or those columns are damaged; write the model again",
+            )
 
     def take_rows(
         self, role: str, out: Float[Tensor, "out in"], expected: Float[Tensor, "out in"]
@@ -81,6 +119,34 @@ class LayerFolds:
         if rows is not None and feeds:
             self.rows[role] = rows
         return rows
+
+
+@dataclass
+class ColumnSlopes:
+    """Sums over the linears of a site, by column, in float64: <w_out, e>, <e, e> and <w_out, w_out>."""
+
+    product: Tensor | None = None
+    energy: Tensor | None = None
+    stored: Tensor | None = None
+
+    def add(self, out: Float[Tensor, "out in"], expected: Float[Tensor, "out in"]) -> None:
+        """One more linear."""
+        sums = [(a * b).sum(0, dtype=torch.float64) for a, b in ((out, expected), (expected, expected), (out, out))]
+        old = (self.product, self.energy, self.stored)
+        self.product, self.energy, self.stored = (n if o is None else o + n for o, n in zip(old, sums, strict=True))
+
+    def off(self) -> Bool[Tensor, "in"]:
+        """Columns whose slope is not 1, beyond what noise explains."""
+        assert self.product is not None
+        assert self.energy is not None
+        assert self.stored is not None
+        live = self.energy > 0
+        energy = torch.where(live, self.energy, 1.0)
+        slope = torch.where(live, self.product / energy, 1.0)
+        width = _NEARBY if len(energy) % _NEARBY == 0 else len(energy)
+        usual = (self.stored - 2 * self.product + self.energy).view(-1, width).median(1).values.repeat_interleave(width)
+        noise = (torch.maximum(self.stored - slope * self.product, usual).clamp(min=0) / energy).sqrt()
+        return live & (noise < _TELLING) & ((slope - 1).abs() > torch.clamp(_LEFT * noise, min=_CAST))
 
 
 def row_factors(out: Float[Tensor, "out in"], expected: Float[Tensor, "out in"]) -> Float[Tensor, "out"] | None:

@@ -5,14 +5,13 @@ one, of each linear, relative to the root mean square of the source's weight (fo
 
     largest = max |w_out - w| / rms(w)      mean = mean |w_out - w| / rms(w)      error = rms(w_out - w) / rms(w)
 
-and, to notice scales that belong elsewhere, the slope <w_out, w> / <w, w> of every group, 1 but for noise. A quantized
-source is compared code by code first. One matrix of each side is in memory at a time.
+and, to notice scales and codes that belong elsewhere, groups and single codes (verify_groups.py). A quantized source is
+compared code by code first. One matrix of each side is in memory at a time.
 """
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -22,20 +21,16 @@ from cann_llm_quant.checkpoint.base import Checkpoint
 from cann_llm_quant.export.packed_checkpoint import PackedCheckpoint
 from cann_llm_quant.export.to_float import FILE_NAME as FLOAT_FILE
 from cann_llm_quant.export.verify_findings import Findings, Tick, listed
-from cann_llm_quant.export.verify_folds import LayerFolds
+from cann_llm_quant.export.verify_folds import ColumnSlopes, LayerFolds
+from cann_llm_quant.export.verify_groups import check_codes, check_groups
 from cann_llm_quant.export.verify_origin import compare_vectors
 from cann_llm_quant.models.arch import Arch
-from cann_llm_quant.quant.scheme import QuantizedTensor, Scheme
+from cann_llm_quant.quant.scheme import QuantizedTensor
 
 _SCALE_ROUNDING = 2.0**-9  # of float16 and bfloat16 scales, generously
 _CAST_ROUNDING = 2.0**-7  # of a float weight stored in bfloat16 after a factor was folded in
-_SLOPES = {2: (0.2, 2.5), 3: (0.3, 2.0)}  # by bits; others:
-_USUAL_SLOPES = (0.5, 1.5)
 _UNLIKE = 0.9  # relative error; that of unrelated numbers is 1 and more
 _BLOCK = 1 << 22  # elements
-_FAR = 1.5  # relative error of a group that no rounding to 4 bits leaves
-_SHIFT = 0.5  # of a group's mean, in steps; rounding errors average out
-_FAINT = 0.05  # groups fainter than this share of the matrix's rms say little
 
 
 @dataclass(frozen=True)
@@ -103,11 +98,13 @@ def compare_weights(
     errors: list[WeightError] = []
     total = sum(len(layer.linears) for layer in arch.layers) + 2
     rows: dict[str, Tensor] = {}
+    folds = Findings()
     limit = _float_limit(ours, source, findings)
-    for module, out, expected, scheme in _pairs(ours, source, arch, findings, rows):
-        tick(len(errors), total, module)
-        errors.append(_compared(module, out, expected, scheme, _same_codes(module, ours, source), limit, findings))
+    for pair in _pairs(ours, source, arch, findings, folds, rows):
+        tick(len(errors), total, pair.module)
+        errors.append(_compared(pair, _same_codes(pair.module, ours, source), limit, findings))
     if not _are_strangers(errors, findings):
+        findings.faults += folds.faults
         compare_vectors(ours, source, arch, rows, findings)
     _compare_others(ours, source, arch, findings)
     return errors
@@ -121,43 +118,55 @@ def _float_limit(ours: Checkpoint, source: Checkpoint, findings: Findings) -> fl
     return _UNLIKE if rounded else _CAST_ROUNDING
 
 
-def _pairs(
-    ours: Checkpoint, source: Checkpoint, arch: Arch, findings: Findings, factors: dict[str, Tensor]
-) -> Iterator[tuple[str, Tensor, Tensor, Scheme | None]]:
-    """Each matrix beside what the source lets us expect; those of layers in float32.
+@dataclass(frozen=True)
+class _Pair:
+    """A matrix, what the source lets us expect of it, and its codes where it has any."""
 
-    Puts the factors of rows into `factors`.
+    module: str
+    out: Float[Tensor, "out in"]
+    expected: Float[Tensor, "out in"]
+    weight: QuantizedTensor | None
+
+
+def _pairs(
+    ours: Checkpoint, source: Checkpoint, arch: Arch, findings: Findings, folds: Findings, rows: dict[str, Tensor]
+) -> Iterator[_Pair]:
+    """Each matrix beside the source's; those of layers in float32.
+
+    Puts the factors of rows into `rows`, by module, and gains that their readers do not undo into `folds`.
     """
-    linears = ours.reader.linears if isinstance(ours, PackedCheckpoint) else {}
     outer = [arch.embedding_name.removesuffix(".weight")] + ([] if arch.tied_head else [arch.head_module])
     for module in outer:
         with findings.caught(module):
-            out, expected = _load(module, ours), _load(module, source)
+            out, weight = _ours(module, ours)
+            expected = source.load(f"{module}.weight")
             if _same_shape(module, out, expected, findings):
-                yield module, out, expected, _scheme(linears, module)
+                yield _Pair(module, out, expected, weight)
     for layer in arch.layers:
-        folds = LayerFolds(arch, layer)
+        layer_folds = LayerFolds(arch, layer)
         for site in layer.sites:
-            columns = folds.columns(site, ours, source)
+            columns = layer_folds.columns(site, ours, source)
+            slopes = ColumnSlopes()
             for role in site.linears:
                 module = layer.linear(role).module
                 with findings.caught(module):
-                    out, expected = (_load(module, one).to(torch.float32) for one in (ours, source))
+                    out, weight = _ours(module, ours)
+                    out, expected = out.to(torch.float32), source.load(f"{module}.weight").to(torch.float32)
                     if not _same_shape(module, out, expected, findings):
                         continue
                     expected = expected if columns is None else expected * columns
-                    rows = folds.take_rows(role, out, expected)
-                    factors |= folds.by_module
-                    yield module, out, expected if rows is None else expected * rows[:, None], _scheme(linears, module)
+                    factor = layer_folds.take_rows(role, out, expected)
+                    rows |= layer_folds.by_module
+                    expected = expected if factor is None else expected * factor[:, None]
+                    slopes.add(out, expected)
+                    yield _Pair(module, out, expected, weight)
+            layer_folds.check_gain(site, slopes, ours, source, folds)
 
 
-def _scheme(linears: Any, module: str) -> Scheme | None:
-    linear = linears.get(module)
-    return None if linear is None or linear.scattered else linear.scheme
-
-
-def _load(module: str, checkpoint: Checkpoint) -> Float[Tensor, "out in"]:
-    return checkpoint.load(f"{module}.weight")
+def _ours(module: str, ours: Checkpoint) -> tuple[Float[Tensor, "out in"], QuantizedTensor | None]:
+    """A matrix of the output, dequantized, and its codes."""
+    weight = ours.quantized(module) if isinstance(ours, PackedCheckpoint) else None
+    return (ours.load(f"{module}.weight") if weight is None else weight.dequantize(torch.float32)), weight
 
 
 def _same_shape(module: str, out: Tensor, expected: Tensor, findings: Findings) -> bool:
@@ -185,33 +194,23 @@ def _same_codes(module: str, ours: Checkpoint, source: Checkpoint) -> bool | Non
     return False if alike and wider % width == 0 else None
 
 
-def _compared(
-    module: str,
-    out: Float[Tensor, "out in"],
-    expected: Float[Tensor, "out in"],
-    scheme: Scheme | None,
-    codes: bool | None,
-    limit: float,
-    findings: Findings,
-) -> WeightError:
-    gap = _measure(out, expected)
-    result = WeightError(
-        module,
-        "float" if scheme is None else scheme.label(),
-        gap.largest / gap.rms,
-        gap.mean / gap.rms,
-        gap.error,
-        codes,
-    )
-    if codes is False and scheme is not None:
+def _compared(pair: _Pair, codes: bool | None, limit: float, findings: Findings) -> WeightError:
+    module, weight = pair.module, pair.weight
+    gap = _measure(pair.out, pair.expected)
+    if codes is False:
         findings.add(module, "codes differ from the source's", "the file is damaged, or was made from another model")
     elif codes and gap.largest > _SCALE_ROUNDING * gap.reach:
         findings.add(module, "codes are the source's, scales or zero points are not", "write the model again")
-    elif scheme is None and gap.error > limit:
+    elif weight is None and gap.error > limit:
         findings.add(module, f"is stored in float, but {gap.error:.2g} away from the source", "write the model again")
-    elif scheme is not None and codes is None:
-        _check_slopes(module, out, expected, scheme, gap.rms, findings)
-    return result
+    elif weight is not None and codes is None:
+        fits = weight.group_index is not None or check_groups(
+            module, pair.out, pair.expected, weight.scheme, gap.rms, findings
+        )
+        if fits:
+            check_codes(module, weight, pair.expected, findings)
+    label = "float" if weight is None else weight.scheme.label()
+    return WeightError(module, label, gap.largest / gap.rms, gap.mean / gap.rms, gap.error, codes)
 
 
 @dataclass(frozen=True)
@@ -239,47 +238,6 @@ def _measure(out: Float[Tensor, "out in"], expected: Float[Tensor, "out in"]) ->
         energy += float(theirs.square().sum(dtype=torch.float64))
     rms = math.sqrt(energy / out.numel()) or 1.0
     return _Gap(largest, total / out.numel(), math.sqrt(squares / out.numel()) / rms, rms, reach)
-
-
-def _check_slopes(module: str, out: Tensor, expected: Tensor, scheme: Scheme, rms: float, findings: Findings) -> None:
-    """Groups whose weights are a wrong multiple of the source's, their scale belonging to others, or are shifted."""
-    out, expected = out.to(torch.float32), expected.to(torch.float32)
-    width = scheme.columns_per_scale(out.shape[1])
-    if out.shape[1] % width:
-        width = out.shape[1]
-    mine, theirs = (w.reshape(len(w), -1, width) for w in (out, expected))
-    energy = theirs.square().sum(-1)
-    loud = energy > (_FAINT * rms) ** 2 * width
-    slope = torch.where(loud, (mine * theirs).sum(-1) / torch.where(loud, energy, 1.0), 1.0)
-    low, high = _SLOPES.get(scheme.bits, _USUAL_SLOPES)
-    wrong = (slope < low) | (slope > high)
-    if bool(wrong.any()):
-        row, group = (int(n) for n in wrong.nonzero()[0])
-        findings.add(
-            module,
-            f"{int(wrong.sum())} of {wrong.numel()} groups are no multiple near 1 of the source's (row {row}, group "
-            f"{group}: {float(slope[row, group]):.3g})",
-            "their scales, zero points or codes belong elsewhere; write the model again",
-        )
-        return
-    far = loud & ((mine - theirs).square().sum(-1) > _FAR**2 * energy)
-    if scheme.bits >= 4 and bool(far.any()):
-        row, group = (int(n) for n in far.nonzero()[0])
-        findings.add(
-            module,
-            f"{int(far.sum())} of {far.numel()} groups are farther from the source's than zeros are (row {row}, group "
-            f"{group})",
-            "their zero points or codes are wrong; write the model again",
-        )
-        return
-    steps = (mine.amax(-1) - mine.amin(-1)) / ((1 << scheme.bits) - 1)
-    shift = float(torch.where(steps > 0, (mine - theirs).mean(-1) / steps, 0.0).median())
-    if scheme.is_integer and abs(shift) > _SHIFT:
-        findings.add(
-            module,
-            f"most groups lie {shift:+.1f} steps beside the source's",
-            "zero points are read one off, as of another version of the layout; correct the config",
-        )
 
 
 def _are_strangers(errors: list[WeightError], findings: Findings) -> bool:
