@@ -1,5 +1,6 @@
 """What --regroup and --requantize do where a layout holds only a part of a model, and where groups are scattered."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,6 +48,9 @@ def scattered(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if name.endswith("g_idx"):
             tensors[name] = tensors[name][torch.randperm(len(tensors[name]), generator=generator)]
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    for name in ("config.json", "quantize_config.json"):
+        text = (out / name).read_text(encoding="utf-8")
+        (out / name).write_text(text.replace('"desc_act": false', '"desc_act": true'), encoding="utf-8")
     return out
 
 
@@ -118,6 +122,23 @@ def test_what_was_rounded_anew_is_not_scattered_any_more(scattered: Path) -> Non
     with open_packed(scattered) as checkpoint:
         model = packed_model(checkpoint)
     assert fitted(model, fit(model, Grouped(), requantize=True)).scattered == frozenset()
+
+
+@pytest.mark.parametrize("layout", ["gptq", "gptq_v2"])
+@pytest.mark.parametrize(("regroup", "act_order"), [(None, True), (16, False)])
+def test_c20_act_order_is_said_only_of_columns_that_are_still_scattered(
+    scattered: Path, tmp_path: Path, layout: str, regroup: int | None, act_order: bool
+) -> None:
+    out = tmp_path / "out"
+    done = export_model(scattered, out, layout, ExportOptions(regroup=regroup, requantize=True))
+    assert done.rounded == (0 if act_order else 14)
+    for name in ("config.json", "quantize_config.json"):
+        section = json.loads((out / name).read_text(encoding="utf-8"))
+        assert section.get("quantization_config", section)["desc_act"] is act_order
+    tensors = {name: tensor for file in out.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    columns = [tensor for name, tensor in tensors.items() if name.endswith("g_idx")]
+    assert len(columns) == 14
+    assert any(bool((index.diff() < 0).any()) for index in columns) is act_order
 
 
 def dense(weight: QuantizedTensor) -> torch.Tensor:
