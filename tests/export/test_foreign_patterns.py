@@ -24,6 +24,9 @@ REAL = [
     r"\(a+\)*",
     r"(?P<n>a)+b{2,3}",
     r"[])(]+",
+    r".*layers.*mlp.*experts.*proj$",
+    r".*\.layers\.\d+\.mlp\.experts\.\d+\.(gate|up|down)_proj.*",
+    r"model\.layers\.(0|1|2|3|4|5|6|7|8|9|10|11|12|13|14|15|16|17)\.mlp\..*",
 ]
 
 
@@ -35,6 +38,12 @@ def test_real_patterns_are_those_of_re(text: str) -> None:
 @pytest.mark.parametrize("text", ["(.*)*!", "(([a-z_]+)*[.]*)+!", "(a|a)*!", "(a?b?){30}!", "((x(a+)))+!", "(?:a*)+"])
 def test_patterns_that_may_not_end_are_refused(text: str) -> None:
     with pytest.raises(UnsupportedError, match="may take forever"):
+        foreign_pattern(text, "here")
+
+
+@pytest.mark.parametrize("text", [".*" * 5 + "x", "[a-z.]*" * 9 + "!", "a?" * 22 + "b", "(?:a|a)" * 22 + "b"])
+def test_side_by_side_repeats_and_choices_multiply(text: str) -> None:
+    with pytest.raises(UnsupportedError, match="write it with fewer"):
         foreign_pattern(text, "here")
 
 
