@@ -26,6 +26,7 @@ from cann_llm_quant.export.verify_findings import Findings, Tick
 from cann_llm_quant.export.verify_json import check_json_files
 from cann_llm_quant.export.verify_onnx import check_onnx, onnx_files
 from cann_llm_quant.export.verify_origin import compare_architectures, compare_tokenizers
+from cann_llm_quant.export.verify_rotation import compare_lengths, is_rotated, rotated_alike
 from cann_llm_quant.export.verify_tokens import check_token_ids, check_tokenizer_files
 from cann_llm_quant.export.verify_weight_only import check_weight_only
 from cann_llm_quant.export.verify_weights import WeightError, check_numbers, compare_weights
@@ -148,14 +149,24 @@ def _examine_config(result: Verification, ours: Checkpoint) -> Arch | None:
 
 def _compare(result: Verification, ours: Checkpoint, source: Checkpoint, arch: Arch, tick: Tick) -> None:
     result.source = source.reader.layout if isinstance(source, PackedCheckpoint) else "float"
-    with result.findings.caught(str(source.path)):
-        _check_origin(ours, source, result.findings)
+    findings = result.findings
+    with findings.caught(str(source.path)):
+        other = arch_from_checkpoint(source)
         gguf = any(isinstance(one, PackedCheckpoint) and one.reader.layout == "gguf" for one in (ours, source))
         whole = not gguf and ours.path.is_dir() and source.path.is_dir()
-        compare_architectures(arch, arch_from_checkpoint(source), result.findings, whole=whole)
+        compare_architectures(arch, other, findings, whole=whole)
         if whole:
-            compare_tokenizers(ours, source, result.findings)
-        result.errors = compare_weights(ours, source, arch, result.findings, tick)
+            compare_tokenizers(ours, source, findings)
+        if is_rotated(ours, source, other):
+            rotated = rotated_alike(ours, source, other)
+            if rotated is None:
+                findings.remark("rotated by what is recorded nowhere: only lengths of rows were compared")
+                compare_lengths(ours, source, arch, findings)
+                return
+            findings.remark("rotated: compared with the source in the same rotation")
+            source = rotated
+        _check_origin(ours, source, findings)
+        result.errors = compare_weights(ours, source, arch, findings, tick)
         result.stages.append("weights")
 
 

@@ -4,7 +4,8 @@ biases and tokenizer.
 Quantization folds factors into norms and biases, so that only some must be equal. With g the gain of a norm, b a bias:
 
     final norm       g_out = g                              nothing is folded into it
-    q and k          g_out(q) * g_out(k) ~ g(q) * g(k)      what evening out K takes from the one, the other gets
+    norms of mixtures g_out = g                             routers read them, and are not folded into
+    q and k          g_out(q) * g_out(k) = g(q) * g(k)      what evening out K takes from the one, the other gets
     bias             b_out ~ rows * b                       rows: the factors of its linear's rows, verify_folds.py
     other biases     b_out = b                              of routers, say
 """
@@ -74,6 +75,10 @@ def compare_vectors(
     """The vectors that are not free to change; `rows` are the factors of linears' rows, by module."""
     _must_equal(arch.final_norm_name, ours, source, findings)
     for layer in arch.layers:
+        folded = {site.producer.role for site in layer.sites if site.producer is not None}
+        for parameter in layer.parameters:
+            if parameter.role in ("input_norm", "post_norm") and parameter.role not in folded:
+                _must_equal(parameter.name, ours, source, findings)
         _compare_qk_norms(layer, ours, source, findings)
         modules = {spec.module for spec in layer.linears}
         for name in (f"{module}.bias" for module in sorted(modules)):
@@ -97,7 +102,7 @@ def _compare_qk_norms(layer: Layer, ours: Checkpoint, source: Checkpoint, findin
     mine, theirs = (_product([_vector(name, one) for name in names]) for one in (ours, source))
     if mine is None or theirs is None or mine.shape != theirs.shape:
         return
-    if not _near(mine, theirs):
+    if not bool(((mine - theirs).abs() <= 2 * _CAST * theirs.abs()).all()):
         findings.add(" and ".join(names), "are together not the source's", "write the model again")
 
 

@@ -76,6 +76,7 @@ DAMAGES = [
     ("qwen2", one(f"{LAYER}.k_proj.bias"), f"{LAYER}.k_proj.bias: is not the source's bias"),
     ("qwen2", scaled(f"{LAYER}.v_proj.bias", 0), f"{LAYER}.v_proj.bias: is not the source's bias"),
     ("qwen3", scaled(f"{LAYER}.q_norm.weight", 3), "q_norm.weight and model.layers.0.self_attn.k_norm.weight: are tog"),
+    ("qwen3", lambda t: t[f"{LAYER}.k_norm.weight"][3].mul_(1.1), "k_norm.weight: are together not the source's"),
 ]
 
 
@@ -152,3 +153,13 @@ def test_a_zero_point_far_off_is_noticed_against_the_float_source(
     (line,) = faults(models, "qwen2", tmp_path, lambda tensors: tensors[name][0].zero_())
     assert "q_proj" in line
     assert "farther from the source's than zeros are" in line or "no multiple near 1" in line
+
+
+def test_a_norm_that_a_router_reads_must_be_equal(tmp_path: Path) -> None:
+    source = save_tiny(tmp_path / "m", "qwen3_moe", num_hidden_layers=1)
+    edit(source, shake)
+    out = save_native(source, tmp_path / "out", Scheme("int4", True, "group", 32))
+    assert verify(str(out), str(source)).passed
+    edit(out, lambda tensors: tensors["model.layers.0.post_attention_layernorm.weight"][3].mul_(1.1))
+    (fault,) = verify(str(out), str(source)).findings.faults
+    assert "post_attention_layernorm.weight: is not the source's tensor" in fault.line()
