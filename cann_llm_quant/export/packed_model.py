@@ -1,6 +1,7 @@
 """What exporters know of a source before they read a weight, from the opened source."""
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from cann_llm_quant.models.arch import Arch
 def packed_model(checkpoint: Checkpoint | PackedCheckpoint[Any]) -> PackedModel:
     """The summary of a source, quantized or float. Raises CheckpointError when its files contradict each other."""
     arch = arch_from_checkpoint(checkpoint)
-    common: dict[str, Any] = {"arch": arch, "dtype": storage_dtype(checkpoint, arch), "config": checkpoint.config}
+    common: dict[str, Any] = {"arch": arch, "dtype": _float_dtype(checkpoint, arch), "config": checkpoint.config}
     if not isinstance(checkpoint, PackedCheckpoint):
         return PackedModel(schemes={}, activations={}, shapes={}, kv=kv_plan(checkpoint), **common)
     reader = checkpoint.reader
@@ -38,10 +39,28 @@ def storage_dtype(checkpoint: Checkpoint, arch: Arch, dtype: torch.dtype | None 
 
     Dequantized weights have the type of their scales.
     """
+    return dtype or _commonest(checkpoint, arch.tensor_shapes())
+
+
+def _float_dtype(checkpoint: Checkpoint, arch: Arch) -> torch.dtype:
+    """The type of most matrices that are stored in float, of the whole decoder in float where none is.
+
+    Scales do not tell: GPTQ and AWQ have float16 beside bfloat16 embeddings.
+    """
+    packed = checkpoint.modules if isinstance(checkpoint, PackedCheckpoint) else frozenset()
+    names = [
+        name
+        for name, shape in arch.tensor_shapes().items()
+        if len(shape) > 1 and name.removesuffix(".weight") not in packed
+    ]
+    return _commonest(checkpoint, names) if names else storage_dtype(checkpoint, arch)
+
+
+def _commonest(checkpoint: Checkpoint, names: Iterable[str]) -> torch.dtype:
     sizes: Counter[torch.dtype] = Counter()
-    for name in arch.tensor_shapes():
+    for name in names:
         info = checkpoint.tensors[name]
-        sizes[dtype or info.dtype] += info.nbytes
+        sizes[info.dtype] += info.nbytes
     return sizes.most_common(1)[0][0]
 
 

@@ -1,5 +1,6 @@
 """A sound export of every layout passes `verify` against its quantized source, code for code; a damaged one fails."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,18 @@ def test_an_export_has_the_codes_of_its_source(
     assert [fault.line() for fault in verify(str(out), str(tiny)).findings.faults] == []
     damage(out)
     assert not verify(str(out)).passed
+
+
+@pytest.mark.parametrize("layout", ["gptq", "awq"])
+def test_an_export_of_an_export_has_the_type_of_what_stays_in_float(tmp_path: Path, layout: str) -> None:
+    """float16 scales outweigh a small bfloat16 embedding, but the config's dtype is that of the embedding."""
+    source = save_tiny(tmp_path / "m", "qwen2", num_hidden_layers=2)
+    first = export_model(save_native(source, tmp_path / "native", INT4), tmp_path / "first", layout, ExportOptions())
+    second = export_model(first.path, tmp_path / "second", "gptq_v2", ExportOptions())
+    for path in (first.path, second.path):
+        assert json.loads((path / "config.json").read_text(encoding="utf-8"))["torch_dtype"] == "bfloat16"
+        assert load_file(path / "model.safetensors")["model.embed_tokens.weight"].dtype == torch.bfloat16
+        assert [fault.line() for fault in verify(str(path)).findings.faults] == []
 
 
 def damage(folder: Path) -> None:
