@@ -144,13 +144,6 @@ def settle_file(path: Path) -> None:
     os.replace(temporary, path)
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[int, str]:
-    """Write one safetensors file; returns its size and sha256."""
-    written = write_unsynced(path, tensors)
-    settle_file(path)
-    return written
-
-
 def _temporary(path: Path) -> Path:
     return path.with_name(path.name + ".tmp")
 
@@ -163,7 +156,7 @@ def _file_parts(spans: list[Span], tensors: Mapping[str, Tensor]) -> Iterator[by
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Every tensor of a file that `write_tensors` wrote, each in memory of its own."""
+    """Every tensor of a file that `write_unsynced` wrote, each in memory of its own."""
     spans, start = read_header(path)
     tensors: dict[str, Tensor] = {}
     with path.open("rb") as file:

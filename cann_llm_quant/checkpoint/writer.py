@@ -46,7 +46,7 @@ from cann_llm_quant.checkpoint.output_place import (
     partial_path,
     place_errors,
 )
-from cann_llm_quant.errors import CheckpointError, ResumeError, UsageError
+from cann_llm_quant.errors import CannQuantError, CheckpointError, ResumeError, UsageError
 
 __all__ = ["SUMS_NAME", "CheckpointWriter", "WrittenCheckpoint", "check_output"]
 
@@ -174,7 +174,7 @@ class CheckpointWriter:
                 sync_folder(self._units)
                 append_entry(self._journal, entry)
                 sync_folder(self._partial)
-        except BaseException:
+        except CannQuantError:  # the system's refusals among them; the unit may be staged again
             self._staged.discard(entry.unit)
             self._owners = {name: unit for name, unit in self._owners.items() if unit != entry.unit}
             raise
