@@ -50,9 +50,8 @@ GROUP_SIZES = (16, 32, 64, 128, 256, 512, 1024)
 class GptqEncoder:
     """GPTQ of one `version`; implements `layout.Encoder`.
 
-    `act_order` says that linears may have columns scattered over groups (`desc_act` in the config); it must be known
-    ahead because kernels are chosen by it. `floats` are modules in codes that are written in float, as an embedding
-    must be.
+    `act_order` lets linears have columns scattered over groups; it must be known ahead because kernels are chosen by
+    it. `floats` are modules in codes that are written in float, as an embedding must be.
     """
 
     stem = "model"
@@ -88,8 +87,8 @@ class GptqEncoder:
         model = linears_only("GPTQ", model, self.floats)
         if self.version == 1 and any(not scheme.symmetric for scheme in model.schemes.values()):
             warnings.append(
-                "GPTQModel itself takes asymmetric GPTQ version 1 only from its own exports (transformers and vLLM "
-                "take it); gptq_v2 has no such limit"
+                "GPTQModel itself takes asymmetric GPTQ version 1 only from its own exports, and vLLM's build for "
+                "processors refuses it (transformers takes it); GPTQModel has no such limit on gptq_v2"
             )
         if len(set(model.schemes.values())) > 1:
             warnings.append("schemes differ between linears: GPTQModel, vLLM and SGLang read that, transformers not")
@@ -128,7 +127,7 @@ class GptqEncoder:
     def files(self, model: PackedModel, tensors: Mapping[str, torch.dtype]) -> dict[str, bytes]:
         """`config.json` and `quantize_config.json`."""
         model = linears_only("GPTQ", model, self.floats)
-        section = gptq_section(model, self.layout, act_order=self.act_order)
+        section = gptq_section(model, self.layout)
         dtype = str(model.dtype).removeprefix("torch.")
         config = output_config(model.config, model.arch, dtype, section)
         return {"config.json": json_bytes(config), "quantize_config.json": json_bytes(section)}

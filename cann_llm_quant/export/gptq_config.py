@@ -32,18 +32,14 @@ _SECTION = "quantization_config"
 _FUSED_NAMES = {("q", "k", "v"): "qkv_proj", ("gate", "up"): "gate_up_proj"}
 
 
-def gptq_section(model: PackedModel, layout: str, *, act_order: bool) -> dict[str, Any]:
-    """The section for a model in `layout`, `gptq` or `gptq_v2`.
-
-    `act_order` lets linears have scattered columns; whether any has them is what the model says, since some that had
-    them may be rounded anew in order.
-    """
+def gptq_section(model: PackedModel, layout: str) -> dict[str, Any]:
+    """The section for a model in `layout`, `gptq` or `gptq_v2`."""
     base = most_common(dict(model.schemes))
     section: dict[str, Any] = {
         "quant_method": "gptq",
         "bits": base.bits,
         "group_size": _group_size(base),
-        "desc_act": act_order and not model.scattered.isdisjoint(model.schemes),
+        "desc_act": not model.scattered.isdisjoint(model.schemes),
         "sym": base.symmetric,
         "lm_head": model.arch.head_module in model.schemes,
         "checkpoint_format": layout,
