@@ -87,7 +87,7 @@ def check_codes(module: str, weight: QuantizedTensor, expected: Float[Tensor, "o
     """Single codes that no rounding of the source gives; nothing is said of numbers that are not evenly spaced."""
     if not weight.scheme.is_integer or weight.scheme.strategy == "tile":
         return
-    rank = max(1, min(_RANK, weight.codes.numel() // 64))
+    rank = max(1, min(_RANK, expected.numel() // 64))
     largest = torch.zeros(0)
     for _, errors in _error_blocks(weight, expected):
         largest = torch.cat([largest, errors.flatten()])

@@ -103,7 +103,7 @@ def compare_weights(
     limit = _float_limit(ours, source, findings)
     for pair in _pairs(ours, source, arch, findings, folds, rows):
         tick(len(errors), total, pair.module)
-        errors.append(_compared(pair, _same_codes(pair.module, ours, source), limit, findings))
+        errors.append(_compared(pair, _same_codes(pair, source), limit, findings))
     if not _are_strangers(errors, findings):
         findings.faults += folds.faults
         compare_vectors(ours, source, arch, rows, findings)
@@ -178,14 +178,13 @@ def _same_shape(module: str, out: Tensor, expected: Tensor, findings: Findings) 
     return out.shape == expected.shape
 
 
-def _same_codes(module: str, ours: Checkpoint, source: Checkpoint) -> bool | None:
+def _same_codes(pair: _Pair, source: Checkpoint) -> bool | None:
     """Whether a linear has its source's codes; None where there are none, or others may stand for the same weights.
 
     Smaller groups than the source's keep its codes.
     """
-    if not isinstance(ours, PackedCheckpoint) or not isinstance(source, PackedCheckpoint):
-        return None
-    mine, theirs = ours.quantized(module), source.quantized(module)
+    mine = pair.weight
+    theirs = source.quantized(pair.module) if mine is not None and isinstance(source, PackedCheckpoint) else None
     if mine is None or theirs is None or mine.scheme.dtype != theirs.scheme.dtype:
         return None
     if torch.equal(mine.codes.view(torch.int8), theirs.codes.view(torch.int8)):
