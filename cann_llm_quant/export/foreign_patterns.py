@@ -9,6 +9,7 @@ two, so that only so many of either are read.
 
 import re
 import warnings
+from itertools import pairwise
 
 from cann_llm_quant.errors import CheckpointError, UnsupportedError
 
@@ -53,7 +54,7 @@ def _counted(text: str) -> tuple[int, int]:
     pieces = _PIECE.findall(text)
     repeats = choices = 0
     alternatives = [False]
-    for before, piece in zip(["", *pieces], pieces, strict=False):
+    for before, piece in pairwise(["", *pieces]):
         if piece in _REPEATS:
             repeats += before != r"\d"
         elif piece == "?":

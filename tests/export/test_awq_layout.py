@@ -8,7 +8,7 @@ import torch
 from encoded_folders import exact_scales, save_encoded
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from stored_linears import same, save_stored
 from tiny_models import save_tiny
 from torch import Tensor
 
@@ -48,23 +48,12 @@ def literal_weight(tensors: dict[str, Tensor]) -> Tensor:
 
 
 def save_folder(folder: Path, tensors: dict[str, Tensor], **section: object) -> Path:
-    folder.mkdir(exist_ok=True)
-    save_file(tensors, folder / "model.safetensors")
-    config = {"quantization_config": {"quant_method": "awq", **section}}
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    return folder
+    return save_stored(folder, tensors, "quantization_config", {"quant_method": "awq", **section})
 
 
 def read(folder: Path, module: str = "m") -> QuantizedTensor:
     with open_checkpoint(str(folder), accept_quantized=True) as checkpoint:
         return AwqReader(checkpoint).quantized(module)
-
-
-def same(one: QuantizedTensor, other: QuantizedTensor) -> bool:
-    zeros = (one.zero_point, other.zero_point)
-    equal = torch.equal(one.codes, other.codes) and torch.equal(one.scale, other.scale)
-    alike = zeros[0] is zeros[1] is None or (None not in zeros and torch.equal(*zeros))  # type: ignore[arg-type]
-    return equal and alike and one.scheme == other.scheme
 
 
 def test_c19_fields_in_order_give_the_published_word() -> None:

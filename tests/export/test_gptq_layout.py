@@ -10,7 +10,8 @@ import torch
 from encoded_folders import exact_scales, save_encoded
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from stored_linears import same, save_stored
 from tiny_models import save_tiny
 from torch import Tensor
 
@@ -52,27 +53,12 @@ def literal_weight(tensors: dict[str, Tensor], bits: int, version: int) -> Tenso
 
 
 def save_folder(folder: Path, tensors: dict[str, Tensor], **section: object) -> Path:
-    folder.mkdir(exist_ok=True)
-    save_file(tensors, folder / "model.safetensors")
-    config = {"quantization_config": {"quant_method": "gptq", **section}}
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    return folder
+    return save_stored(folder, tensors, "quantization_config", {"quant_method": "gptq", **section})
 
 
 def read(folder: Path, module: str = "m") -> QuantizedTensor:
     with open_checkpoint(str(folder), accept_quantized=True) as checkpoint:
         return GptqReader(checkpoint).quantized(module)
-
-
-def same(one: QuantizedTensor, other: QuantizedTensor) -> bool:
-    pairs = [
-        (one.codes, other.codes),
-        (one.scale, other.scale),
-        (one.zero_point, other.zero_point),
-        (one.group_index, other.group_index),
-    ]
-    equal = all((a is None) == (b is None) and (a is None or torch.equal(a, b)) for a, b in pairs)
-    return equal and one.scheme == other.scheme
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])

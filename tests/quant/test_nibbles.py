@@ -70,7 +70,7 @@ def test_a_stream_gives_its_codes_back(out: int, runs: int, bits: int, seed: int
 
 
 def test_blocks_cover_every_row_once() -> None:
-    stream = BitStream(torch.zeros(53, 100_000, dtype=torch.uint8), 4)
+    stream = BitStream(random_bytes(53, 100_000, 0), 4)
     rows = [row for block in stream.blocks() for row in range(53)[block]]
     assert rows == list(range(53))
     assert all(block.start % 8 == 0 for block in stream.blocks())
