@@ -25,6 +25,8 @@ from cann_llm_quant.checkpoint.source_quant import is_quantized_tensor, quantiza
 from cann_llm_quant.errors import UnsupportedError
 from cann_llm_quant.export.ascend_description import is_described
 from cann_llm_quant.export.ascend_reader import AscendReader
+from cann_llm_quant.export.auto_round_reader import METHOD as AUTO_ROUND
+from cann_llm_quant.export.auto_round_reader import auto_round_reader
 from cann_llm_quant.export.awq_reader import AwqReader
 from cann_llm_quant.export.compressed_tensors_reader import CompressedTensorsReader
 from cann_llm_quant.export.fp8_reader import Fp8Reader
@@ -46,6 +48,7 @@ _READERS: Mapping[str, Callable[[Checkpoint], Reader]] = {
     "fbgemm_fp8": Fp8Reader,
     "awq": AwqReader,
     "gptq": GptqReader,
+    AUTO_ROUND: auto_round_reader,
 }
 
 
