@@ -24,8 +24,8 @@ test: $(VENV)/.installed-dev
 conformance: $(VENV)/.installed-consumers
 	CONFORMANCE_VLLM_ASCEND=$(CURDIR)/.venv-vllm-ascend OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) tests/conformance
 
-conformance-all: $(VENV)/.installed-consumers .venv-gptqmodel/.installed
-	CONFORMANCE_VLLM_ASCEND=$(CURDIR)/.venv-vllm-ascend CONFORMANCE_GPTQMODEL=$(CURDIR)/.venv-gptqmodel/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) tests/conformance
+conformance-all: $(VENV)/.installed-consumers .venv-gptqmodel/.installed .venv-vllm/.installed
+	CONFORMANCE_VLLM_ASCEND=$(CURDIR)/.venv-vllm-ascend CONFORMANCE_VLLM=$(CURDIR)/.venv-vllm/bin/python CONFORMANCE_GPTQMODEL=$(CURDIR)/.venv-gptqmodel/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) tests/conformance
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -46,6 +46,13 @@ $(VENV)/.installed-consumers: $(VENV)/.installed-dev $(CONSUMERS:%=tests/conform
 .venv-%/.installed: tests/conformance/requirements-%.txt
 	$(PYTHON) -m venv .venv-$*
 	.venv-$*/bin/python -m pip install --quiet -r $<
+	@touch $@
+
+# What pip finds of these is for another build of torch, and vLLM loads a text model without them.
+.venv-vllm/.installed: tests/conformance/requirements-vllm.txt
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet -r $<
+	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
 clean:
