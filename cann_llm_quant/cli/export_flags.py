@@ -24,7 +24,8 @@ Dtype = Annotated[
     typer.Option(
         "--dtype",
         metavar="DTYPE",
-        help="Float tensors of float, gguf and onnx: fp32, bf16 or fp16. [default: as the source has them]",
+        help="Float tensors of float, gguf and onnx: fp32, bf16 or fp16. [default: as the source has them; for onnx "
+        "fp32, with --dialect cann fp16]",
     ),
 ]
 Runtime = Annotated[
@@ -34,6 +35,29 @@ Runtime = Annotated[
 Dialect = Annotated[
     str | None,
     typer.Option("--dialect", metavar="NAME", help="Operators of ONNX: ort (ONNX Runtime) or cann (atc)."),
+]
+AccuracyLevel = Annotated[
+    int | None,
+    typer.Option(
+        "--accuracy-level",
+        metavar="0..4",
+        help="MatMulNBits' accuracy_level in ONNX Runtime; 4 rounds inputs to int8: faster, not exact. [default: 1]",
+    ),
+]
+ContribOps = Annotated[
+    bool,
+    typer.Option(
+        "--contrib-ops/--no-contrib-ops",
+        help="Whether ONNX may hold ONNX Runtime's own operators, or standard ones alone, which are slower.",
+    ),
+]
+SocVersion = Annotated[
+    str | None,
+    typer.Option(
+        "--soc-version",
+        metavar="NAME",
+        help="The NPU that the command of --dialect cann names to atc. [default: Ascend910B1]",
+    ),
 ]
 Tokenizer = Annotated[
     bool,

@@ -78,6 +78,9 @@ def quantize(
     formats: flag.Formats = None,
     runtime: export_flag.Runtime = None,
     dialect: export_flag.Dialect = None,
+    accuracy_level: export_flag.AccuracyLevel = None,
+    contrib_ops: export_flag.ContribOps = True,
+    soc_version: export_flag.SocVersion = None,
     overwrite: flag.Overwrite = False,
     max_shard_size: flag.MaxShardSize = "5GB",
     activation_budget: flag.ActivationBudget = "2GiB",
@@ -160,7 +163,15 @@ def quantize(
         sensitivity=sensitivity,
         kv_sensitivity=kv_sensitivity,
     )
-    exports = ExportOptions(runtime=runtime, dialect=dialect, max_shard_bytes=shard, overwrite=overwrite)
+    exports = ExportOptions(
+        runtime=runtime,
+        dialect=dialect,
+        accuracy_level=accuracy_level,
+        contrib_ops=contrib_ops,
+        soc_version=soc_version,
+        max_shard_bytes=shard,
+        overwrite=overwrite,
+    )
     with show_progress("passes") as progress:
         done = quantize_into(source, folder, resolved, options=options, exports=exports, progress=progress)
     Reply(json).result(done.to_json(), lambda console: draw(console, done))

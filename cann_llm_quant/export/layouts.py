@@ -1,7 +1,7 @@
 """Every layout that is written, by the name that `--to` and `--format` call it."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ from cann_llm_quant.export.gptq import GptqEncoder
 from cann_llm_quant.export.layout import Encoder, Holder, PackedModel
 from cann_llm_quant.export.mlx import MlxEncoder
 from cann_llm_quant.export.native_encoder import NativeEncoder
+from cann_llm_quant.export.onnx_dialect import Dialect
 from cann_llm_quant.export.onnx_export import dialect_of, export_onnx
 from cann_llm_quant.export.packed import open_packed, open_source
 from cann_llm_quant.export.packed_checkpoint import PackedCheckpoint
@@ -38,8 +39,9 @@ class ExportOptions:
     """What may be asked of an export beyond its layout; None leaves the layout's default.
 
     `regroup` splits groups, `requantize` lets linears be rounded anew (see `fitting`). `dtype` is that of float tensors
-    (float, gguf, onnx), `runtime` the one that Ascend files are for, `dialect` that of ONNX operators; without
-    `tokenizer` a GGUF file holds no vocabulary, without `kv_cache` Ascend files no formats of the cache.
+    (float, gguf, onnx), `runtime` the one that Ascend files are for, `dialect` that of ONNX operators with the options
+    that `onnx_export.dialect_of` takes; without `tokenizer` a GGUF file holds no vocabulary, without `kv_cache` Ascend
+    files no formats of the cache.
     """
 
     regroup: int | None = None
@@ -47,6 +49,9 @@ class ExportOptions:
     dtype: str | None = None
     runtime: str | None = None
     dialect: str | None = None
+    accuracy_level: int | None = None
+    contrib_ops: bool = True
+    soc_version: str | None = None
     tokenizer: bool = True
     kv_cache: bool = True
     max_shard_bytes: int = 5_000_000_000
@@ -55,7 +60,9 @@ class ExportOptions:
 
 @dataclass(frozen=True)
 class Exported:
-    """What was published: folder, bytes of weights, linears in codes, how many were rounded anew, and warnings."""
+    """What was published: folder, bytes of weights, linears in codes, how many were rounded anew, warnings, and the
+    layout's own options as they were taken (None: the layout's default; empty where an earlier run had published it).
+    """
 
     path: Path
     layout: str
@@ -63,6 +70,7 @@ class Exported:
     linears: int
     rounded: int
     warnings: tuple[str, ...]
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -124,7 +132,8 @@ def export_model(
         progress=progress,
     )
     written = done.written
-    return Exported(written.path, layout, written.total_bytes, done.linears, done.rounded, tuple(done.warnings))
+    asked = _asked(layout, options)
+    return Exported(written.path, layout, written.total_bytes, done.linears, done.rounded, tuple(done.warnings), asked)
 
 
 def precheck(model: PackedModel, layout: str, options: ExportOptions) -> list[str]:
@@ -149,8 +158,8 @@ def check_options(options: ExportOptions, *layouts: str) -> None:
         if getattr(options, option) != getattr(_DEFAULTS, option) and not set(layouts) & set(takers):
             flag = f"--{'no-' if getattr(_DEFAULTS, option) is True else ''}{option.replace('_', '-')}"
             raise UsageError(f"{flag} is for {' and '.join(takers)}, not for {' and '.join(layouts)}; leave it out")
-    if options.dialect is not None:
-        dialect_of(options.dialect)
+    if "onnx" in layouts:
+        _dialect(options)
     if options.runtime is not None:
         target_named(options.runtime)
 
@@ -178,7 +187,8 @@ def _export_float(source: str | Path, output: Path, options: ExportOptions, prog
         f"the source quantizes the inputs of {inputs} linears, which a float checkpoint cannot say; measure the packed "
         "one to include their error"
     )
-    return Exported(written.path, "float", written.total_bytes, 0, 0, (warning,) if inputs else ())
+    warnings = (warning,) if inputs else ()
+    return Exported(written.path, "float", written.total_bytes, 0, 0, warnings, _asked("float", options))
 
 
 def _export_file(source: str | Path, output: Path, layout: str, options: ExportOptions, progress: Progress) -> Exported:
@@ -199,23 +209,37 @@ def _export_file(source: str | Path, output: Path, layout: str, options: ExportO
                 progress=progress,
                 overwrite=options.overwrite,
             )
-            path, size, warnings = gguf.path, gguf.nbytes, gguf.warnings
+            path, size, warnings, asked = gguf.path, gguf.nbytes, gguf.warnings, _asked(layout, options)
         else:
             onnx = export_onnx(
                 view,
                 model,
                 output,
-                dialect=options.dialect or "ort",
+                dialect=_dialect(options),
                 dtype=options.dtype,
                 progress=progress,
                 overwrite=options.overwrite,
             )
-            path, size, warnings = onnx.path, onnx.data_bytes, onnx.warnings
-    return Exported(path, layout, size, len(model.schemes), len(chosen.rounded), tuple(warnings))
+            path, size, warnings, asked = onnx.path, onnx.data_bytes, onnx.warnings, dict(onnx.options)
+            asked |= {"regroup": options.regroup, "requantize": options.requantize}
+    return Exported(path, layout, size, len(model.schemes), len(chosen.rounded), tuple(warnings), asked)
+
+
+def _asked(layout: str, options: ExportOptions) -> dict[str, Any]:
+    return {option: getattr(options, option) for option, takers in _TAKEN_BY.items() if layout in takers}
 
 
 def _file_holder(layout: str, options: ExportOptions) -> Holder:
-    return GgufHolder() if layout == "gguf" else dialect_of(options.dialect or "ort")
+    return GgufHolder() if layout == "gguf" else _dialect(options)
+
+
+def _dialect(options: ExportOptions) -> Dialect:
+    return dialect_of(
+        options.dialect or "ort",
+        accuracy_level=options.accuracy_level,
+        contrib_ops=options.contrib_ops,
+        soc_version=options.soc_version,
+    )
 
 
 def _float_type(dtype: str | None) -> FloatType | None:
@@ -288,6 +312,9 @@ _TAKEN_BY = {
     "dtype": ("float", "gguf", "onnx"),
     "runtime": ("ascend",),
     "dialect": ("onnx",),
+    "accuracy_level": ("onnx",),
+    "contrib_ops": ("onnx",),
+    "soc_version": ("onnx",),
     "tokenizer": ("gguf",),
     "kv_cache": ("ascend",),
 }

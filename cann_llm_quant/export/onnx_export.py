@@ -13,6 +13,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -35,24 +36,69 @@ from cann_llm_quant.models.arch_reader import unclaimed
 
 MODEL_FILE = "model.onnx"
 MARKER_FILE = "export.json"
-DIALECTS: Mapping[str, Callable[[], Dialect]] = {"ort": OrtDialect, "cann": CannDialect}
+DIALECTS = ("ort", "cann")
+# Of MatMulNBits: unset, float32, float16, bfloat16, int8. ONNX Runtime takes any other number in silence.
+ACCURACY_LEVELS = range(5)
 
 
 @dataclass(frozen=True)
 class WrittenOnnx:
-    """What was published: the folder, its number of operators, bytes of weights, and warnings, a sentence each."""
+    """What was published: the folder, its number of operators, bytes of weights, the options that it was written with,
+    by the names that they have in `export.json`, and warnings, a sentence each.
+    """
 
     path: Path
     operators: int
     data_bytes: int
+    options: Mapping[str, Any]
     warnings: tuple[str, ...]
 
 
-def dialect_of(name: str) -> Dialect:
-    """The dialect with its default options. Raises UsageError for an unknown name."""
+def dialect_of(
+    name: str, *, accuracy_level: int | None = None, contrib_ops: bool = True, soc_version: str | None = None
+) -> Dialect:
+    """The dialect of this name; None leaves its default.
+
+    Raises UsageError for an unknown name, an option that the dialect does not take, and a value that it cannot have.
+    """
     if name not in DIALECTS:
         raise UsageError(f"unknown ONNX dialect {name!r}; choose {' or '.join(DIALECTS)}")
-    return DIALECTS[name]()
+    given = (
+        ("--accuracy-level", accuracy_level is not None, "ort"),
+        ("--no-contrib-ops", not contrib_ops, "ort"),
+        ("--soc-version", soc_version is not None, "cann"),
+    )
+    for flag, is_given, taker in given:
+        if is_given and name != taker:
+            raise UsageError(f"{flag} is for --dialect {taker}, not for {name}; choose that or leave it out")
+    if name == "cann":
+        return CannDialect() if soc_version is None else CannDialect(soc=_full_name(soc_version))
+    if accuracy_level is None:
+        return OrtDialect(contrib=contrib_ops)
+    if accuracy_level not in ACCURACY_LEVELS:
+        raise UsageError(f"--accuracy-level is {accuracy_level}; give 0 to 4: 1 multiplies in float32, 4 in int8")
+    if not contrib_ops:
+        raise UsageError("--accuracy-level is for MatMulNBits, which --no-contrib-ops leaves out; give one of the two")
+    return OrtDialect(accuracy=accuracy_level)
+
+
+def _full_name(soc: str) -> str:
+    """An NPU's name. Raises UsageError for one without the word that `npu-smi info` leaves out, or in small letters."""
+    bare = soc[len("ascend") :] if soc.lower().startswith("ascend") else soc
+    exact = f"Ascend{bare.upper() if bare.islower() else bare}"
+    if bare[:1].isdigit() and soc != exact:
+        raise UsageError(f"--soc-version {soc!r} is not how atc spells an NPU; write {exact}")
+    return soc
+
+
+def _options(dialect: Dialect, dtype: str) -> dict[str, Any]:
+    """What decides the graph and the files beside it, apart from the source."""
+    own: dict[str, Any] = {}
+    if isinstance(dialect, OrtDialect):
+        own = {"accuracy_level": dialect.accuracy, "contrib_ops": dialect.contrib}
+    elif isinstance(dialect, CannDialect):
+        own = {"soc_version": dialect.soc}
+    return {"dialect": dialect.name, **own, "dtype": dtype}
 
 
 def export_onnx(
@@ -76,7 +122,8 @@ def export_onnx(
     kind = _dtype(way, dtype)
     check_linears(model, way)
     name = str(kind).removeprefix("torch.")
-    origin = {"layout": "onnx", "dialect": way.name, "dtype": name, "source": checkpoint.fingerprint()}
+    options = _options(way, name)
+    origin = {"layout": "onnx", **options, "source_fingerprint": checkpoint.fingerprint()}
     with OutputFolder.open(out, run=origin, overwrite=overwrite, sources=[checkpoint.path]) as folder:
         with disk_errors(folder.result), HashedFile(folder.result / DATA_FILE) as file:
             data = DataFile(file)
@@ -88,7 +135,10 @@ def export_onnx(
         files["config.json"] = json_bytes(output_config(model.config, model.arch, name, None))
         files[MARKER_FILE] = json_bytes({"tool": "cann-llm-quant", "tool_version": __version__} | origin)
         path = folder.publish(files | {"SHA256SUMS": _sums(files, data)})
-    return WrittenOnnx(path, len(graph.nodes), data.size, tuple(_warnings(model, way, checkpoint.tensors)))
+    warnings = _warnings(model, way, checkpoint.tensors)
+    if options.get("accuracy_level", 1) != 1 and not any(node.kind == "MatMulNBits" for node in graph.nodes):
+        warnings.append("the accuracy level changes nothing: no linear is multiplied by MatMulNBits")
+    return WrittenOnnx(path, len(graph.nodes), data.size, options, tuple(warnings))
 
 
 def check_linears(model: PackedModel, dialect: Dialect) -> None:
