@@ -71,9 +71,9 @@ class FolderCheckpoint:
         shard = self._home.get(name)
         if shard is None:
             raise CheckpointError(f"{self._path} has no tensor {name!r}; its files hold {len(self._tensors)} others")
-        if self._last is not None and self._last is not shard:
-            self._last.release()
-        self._last = shard
+        last, self._last = self._last, shard
+        if last is not None and last is not shard:
+            last.release()
         return shard.load(name)
 
     def companion_files(self) -> dict[str, bytes]:

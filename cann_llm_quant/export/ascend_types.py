@@ -147,8 +147,8 @@ def _row_pairs(weight: QuantizedTensor) -> Int8[Tensor, "half in"]:
     pairs = torch.empty(out // 2, columns, dtype=torch.uint8)
     for rows in weight.stream.blocks():
         packed = weight.stream.packed[rows]
-        pairs[rows.start // 2 : rows.stop // 2] = zip_nibbles(packed[0::2], packed[1::2])
-    return pairs.bitwise_xor_(_SIGNS).view(torch.int8)
+        pairs[rows.start // 2 : rows.stop // 2] = zip_nibbles(packed[0::2], packed[1::2]).bitwise_xor_(_SIGNS)
+    return pairs.view(torch.int8)
 
 
 def _offset(weight: QuantizedTensor, scale: Tensor) -> Tensor:

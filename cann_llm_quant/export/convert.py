@@ -7,6 +7,8 @@ come from, and that `--overwrite` may replace the folder.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from cann_llm_quant.checkpoint.base import Checkpoint
 from cann_llm_quant.checkpoint.write_ahead import WriteAhead
 from cann_llm_quant.checkpoint.writer import CheckpointWriter, WrittenCheckpoint, check_output
 from cann_llm_quant.export.fitting import Fit, fit, fitted
+from cann_llm_quant.export.in_order import Job, in_order
 from cann_llm_quant.export.layout import Encoder, PackedModel
 from cann_llm_quant.export.model_config import json_bytes
 from cann_llm_quant.export.packed import open_source
@@ -90,30 +93,40 @@ def _write_units(
 ) -> None:
     parts = units(checkpoint, model.arch)
     completed = set(writer.completed)
-    with WriteAhead(writer) as ahead:
-        for done, (unit, names) in enumerate(parts.items()):
-            if unit not in completed:
-                tensors = _encoded(checkpoint, names, chosen, encoder)
+    todo = {unit: _jobs(checkpoint, names, chosen, encoder) for unit, names in parts.items() if unit not in completed}
+    jobs = (job for jobs in todo.values() for job in jobs)
+    with in_order(jobs) as made, WriteAhead(writer) as ahead:
+        for done, unit in enumerate(parts):
+            if unit in todo:
+                tensors = {name: tensor for stored in islice(made, len(todo[unit])) for name, tensor in stored.items()}
                 record = {"tensors": {name: str(t.dtype).removeprefix("torch.") for name, t in tensors.items()}}
                 ahead.write_unit(unit, tensors, record)
             progress(done + 1, len(parts))
 
 
-def _encoded(checkpoint: Checkpoint, names: list[str], chosen: Fit, encoder: Encoder) -> dict[str, Tensor]:
-    """The stored tensors of one unit."""
+def _jobs(checkpoint: Checkpoint, names: list[str], chosen: Fit, encoder: Encoder) -> list[Job[Mapping[str, Tensor]]]:
+    """What makes the stored tensors of one unit, linear by linear."""
     packed = {name.removesuffix(".weight") for name in names if name.endswith(".weight")} & set(chosen.schemes)
-    stored: dict[str, Tensor] = {}
+
+    def plain(name: str) -> Mapping[str, Tensor]:
+        return encoder.plain(name, checkpoint.load(name))
+
+    def linear(module: str) -> Mapping[str, Tensor]:
+        assert isinstance(checkpoint, PackedCheckpoint), "only a packed source has packed linears"
+        weight = checkpoint.quantized(module)
+        assert weight is not None, "the scheme says that it is packed"
+        bias = checkpoint.load(f"{module}.bias") if f"{module}.bias" in checkpoint.tensors else None
+        return encoder.encode(module, chosen.weight(module, weight), checkpoint.inputs(module), bias)
+
+    jobs: list[Job[Mapping[str, Tensor]]] = []
     for name in names:
         module, _, kind = name.rpartition(".")
+        nbytes = checkpoint.tensors[name].nbytes
         if module not in packed:
-            stored |= encoder.plain(name, checkpoint.load(name))
+            jobs.append(Job(nbytes, partial(plain, name)))
         elif kind == "weight":
-            assert isinstance(checkpoint, PackedCheckpoint), "only a packed source has packed linears"
-            weight = checkpoint.quantized(module)
-            assert weight is not None, "the scheme says that it is packed"
-            bias = checkpoint.load(f"{module}.bias") if f"{module}.bias" in checkpoint.tensors else None
-            stored |= encoder.encode(module, chosen.weight(module, weight), checkpoint.inputs(module), bias)
-    return stored
+            jobs.append(Job(nbytes, partial(linear, module)))
+    return jobs
 
 
 def _dtypes(writer: CheckpointWriter) -> dict[str, torch.dtype]:

@@ -74,7 +74,8 @@ def encode(module: str, weight: QuantizedTensor) -> UInt8[Tensor, "out bytes"]:
     if kind in (Kind.Q4_0, Kind.Q4_1) and weight.scheme.bits == 4:
         packed = weight.stream.packed.view(out, blocks, BLOCK // 2)
         parts.append(zip_nibbles(packed[..., : BLOCK // 4], packed[..., BLOCK // 4 :]))
-        return torch.cat(parts, dim=-1).view(out, -1)
+        joined = torch.cat([part.view(torch.int16) for part in parts], dim=-1)  # in half as many steps as bytes
+        return joined.view(torch.uint8).view(out, -1)
     half = 0 if kind is Kind.MXFP4 else 1 << (SCHEMES[kind].bits - 1)
     fields = (weight.codes + half).view(torch.uint8).view(out, blocks, BLOCK)
     if SCHEMES[kind].bits == 5:

@@ -1,14 +1,15 @@
 """A quantized model as one GGUF file, `model-<TYPE>.gguf`, with the tokenizer's files beside it.
 
-Codes are stored as they are (`gguf_blocks`), everything else in `float_type`. One matrix of the source is in memory at
-a time, and of what is made of it some rows. `export.json` beside the file says where it comes from, and that
-`--overwrite` may replace the folder.
+Codes are stored as they are (`gguf_blocks`), everything else in `float_type`. A few matrices are in memory at a time;
+of what is made of a large one, such as an embedding, some rows. `export.json` beside the file says where it comes from,
+and that `--overwrite` may replace the folder.
 """
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -30,6 +31,7 @@ from cann_llm_quant.export.gguf_blocks import SCHEMES, encode
 from cann_llm_quant.export.gguf_metadata import architecture_metadata, main_kind
 from cann_llm_quant.export.gguf_plan import FLOAT_KINDS, Planned, check, plan_tensors, refusal
 from cann_llm_quant.export.gguf_tokenizer import harmless_name, no_tokenizer, tokenizer_metadata
+from cann_llm_quant.export.in_order import Job, in_order
 from cann_llm_quant.export.layout import PackedModel
 from cann_llm_quant.models.arch_reader import unclaimed
 from cann_llm_quant.quant.scheme import QuantizedTensor
@@ -37,6 +39,8 @@ from cann_llm_quant.quant.scheme import QuantizedTensor
 FloatType = Literal["F16", "BF16", "F32"]
 MARKER = "export.json"
 ROWS = 8192
+BLOCK_CODES = 1 << 20  # what is computed of so many stays in a core's cache
+STREAMED_BYTES = 128 << 20
 _DTYPES = {kind: dtype for dtype, kind in FLOAT_KINDS.items()}
 
 
@@ -164,23 +168,27 @@ def _end_ids(checkpoint: Checkpoint) -> list[int]:
 
 
 def _write(plan: GgufPlan, checkpoint: Checkpoint, folder: Path, progress: Callable[[int, int], None]) -> WrittenFile:
-    with GgufWriter(folder / plan.file_name, plan.metadata, plan.entries) as writer:
+    jobs = (_job(planned, source, checkpoint) for planned in plan.tensors for source in planned.sources)
+    with in_order(jobs) as made, GgufWriter(folder / plan.file_name, plan.metadata, plan.entries) as writer:
         for done, planned in enumerate(plan.tensors):
-            writer.append(planned.entry, _rows(planned, checkpoint))
+            value = [] if planned.value is None else [planned.value]
+            sources = chain.from_iterable(islice(made, len(planned.sources)))
+            writer.append(planned.entry, chain(value, sources))
             progress(done + 1, len(plan.tensors))
         return writer.finish()
 
 
-def _rows(planned: Planned, checkpoint: Checkpoint) -> Iterator[Shaped[Tensor, "..."]]:
-    """The tensor's data, some rows at a time, one source after the other."""
-    if planned.value is not None:
-        yield planned.value
-    for source in planned.sources:
+def _job(planned: Planned, source: str, checkpoint: Checkpoint) -> Job[Iterable[Tensor]]:
+    """What makes one source's part of a tensor; of a large one it is made as it is written, some rows at a time."""
+    nbytes = checkpoint.tensors[source].nbytes
+
+    def make() -> Iterable[Tensor]:
         blocks = _encoded(source, checkpoint, planned.entry.kind)
-        if planned.interleaved_heads is None:
-            yield from blocks
-        else:
-            yield interleaved(torch.cat(list(blocks)), planned.interleaved_heads)
+        if planned.interleaved_heads is not None:
+            return [interleaved(torch.cat(list(blocks)), planned.interleaved_heads)]
+        return blocks if nbytes > STREAMED_BYTES else list(blocks)
+
+    return Job(nbytes, make)
 
 
 def _encoded(source: str, checkpoint: Checkpoint, kind: Kind) -> Iterator[Shaped[Tensor, "..."]]:
@@ -192,8 +200,9 @@ def _encoded(source: str, checkpoint: Checkpoint, kind: Kind) -> Iterator[Shaped
     module = source.removesuffix(".weight")
     weight = checkpoint.quantized(module) if isinstance(checkpoint, PackedSource) else None
     assert weight is not None, f"{module} is planned in codes"
-    for start in range(0, weight.shape[0], ROWS):
-        yield encode(module, weight.rows(start, start + ROWS))
+    step = max(8, BLOCK_CODES // weight.shape[1] // 8 * 8)
+    for start in range(0, weight.shape[0], step):
+        yield encode(module, weight.rows(start, start + step))
 
 
 def interleaved(data: Shaped[Tensor, "out *rest"], heads: int) -> Shaped[Tensor, "out *rest"]:

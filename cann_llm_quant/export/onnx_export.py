@@ -23,6 +23,7 @@ from cann_llm_quant.checkpoint.hashed_file import HashedFile
 from cann_llm_quant.checkpoint.journal import disk_errors
 from cann_llm_quant.checkpoint.output_folder import OutputFolder
 from cann_llm_quant.errors import UnsupportedError, UsageError
+from cann_llm_quant.export.in_order import one_thread_each
 from cann_llm_quant.export.layout import PackedModel
 from cann_llm_quant.export.model_config import json_bytes, output_config
 from cann_llm_quant.export.onnx_cann import CannDialect
@@ -125,7 +126,7 @@ def export_onnx(
     options = _options(way, name)
     origin = {"layout": "onnx", **options, "source_fingerprint": checkpoint.fingerprint()}
     with OutputFolder.open(out, run=origin, overwrite=overwrite, sources=[checkpoint.path]) as folder:
-        with disk_errors(folder.result), HashedFile(folder.result / DATA_FILE) as file:
+        with disk_errors(folder.result), one_thread_each(), HashedFile(folder.result / DATA_FILE) as file:
             data = DataFile(file)
             graph = Graph(way.opset, data)
             build_decoder(graph, model, checkpoint, way, kind, progress)

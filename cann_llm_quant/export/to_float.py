@@ -4,7 +4,7 @@ Any tool can then measure it. `float_export.json` beside the weights says where 
 may replace the folder.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from cann_llm_quant import __version__
 from cann_llm_quant.checkpoint.write_ahead import WriteAhead
 from cann_llm_quant.checkpoint.writer import CheckpointWriter, WrittenCheckpoint, check_output
+from cann_llm_quant.export.in_order import Job, in_order
 from cann_llm_quant.export.model_config import json_bytes, output_config
 from cann_llm_quant.export.native_reader import NativeReader
 from cann_llm_quant.export.packed import open_packed
@@ -35,8 +36,8 @@ def export_to_float(
 ) -> WrittenCheckpoint:
     """Dequantize every packed linear; `dtype` None keeps the storage type, float32 loses nothing.
 
-    One layer is in memory at a time. Raises UsageError for an `output` that cannot be written or must not be replaced,
-    UnsupportedError for a source that is not quantized, CheckpointError for one that is damaged.
+    A few layers are in memory at a time. Raises UsageError for an `output` that cannot be written or must not be
+    replaced, UnsupportedError for a source that is not quantized, CheckpointError for one that is damaged.
     """
     check_output(output, overwrite=overwrite, sources=[Path(source)] if Path(source).exists() else [])
     with open_packed(str(source), dtype) as checkpoint:
@@ -46,16 +47,31 @@ def export_to_float(
         with CheckpointWriter.open(
             output, run=run, max_shard_bytes=max_shard_bytes, overwrite=overwrite, sources=[checkpoint.path]
         ) as writer:
-            completed = set(writer.completed)
-            with WriteAhead(writer) as ahead:
-                for done, (unit, names) in enumerate(parts.items()):
-                    if unit not in completed:
-                        ahead.write_unit(unit, {name: _cast(checkpoint.load(name), dtype) for name in names}, {})
-                    progress(done + 1, len(parts))
+            _write_units(writer, checkpoint, parts, dtype, progress)
             stored = str(storage_dtype(checkpoint, arch, dtype)).removeprefix("torch.")
             config = output_config(checkpoint.config, arch, stored, None)
             files = {"config.json": json_bytes(config), FILE_NAME: json_bytes(_origin(checkpoint))}
             return writer.finish(checkpoint.companion_files() | files, file_per_unit=True)
+
+
+def _write_units(
+    writer: CheckpointWriter,
+    checkpoint: PackedCheckpoint[Any],
+    parts: Mapping[str, list[str]],
+    dtype: torch.dtype | None,
+    progress: Callable[[int, int], None],
+) -> None:
+    completed = set(writer.completed)
+
+    def job(name: str) -> Job[Tensor]:
+        return Job(checkpoint.tensors[name].nbytes, lambda: _cast(checkpoint.load(name), dtype))
+
+    jobs = (job(name) for unit, names in parts.items() if unit not in completed for name in names)
+    with in_order(jobs) as made, WriteAhead(writer) as ahead:
+        for done, (unit, names) in enumerate(parts.items()):
+            if unit not in completed:
+                ahead.write_unit(unit, dict(zip(names, made, strict=False)), {})
+            progress(done + 1, len(parts))
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -20,7 +20,10 @@ def zip_nibbles(low: UInt8[Tensor, "*rows bytes"], high: UInt8[Tensor, "*rows by
     a, b = low.view(torch.int32), high.view(torch.int32)
     even = ((b << 4).bitwise_and_(_HIGH)).bitwise_or_(a & _LOW)
     odd = (a >> 4).bitwise_and_(_LOW).bitwise_or_(b & _HIGH)
-    return torch.stack([even.view(torch.uint8), odd.view(torch.uint8)], dim=-1).flatten(-2)
+    # Bytes are brought side by side by widening one half, which runs many times faster than a stride of two.
+    pairs = odd.view(torch.uint8).to(torch.int16)
+    pairs.view(torch.int32).bitwise_left_shift_(8)
+    return pairs.bitwise_or_(even.view(torch.uint8)).view(torch.uint8)
 
 
 def unzip_nibbles(both: UInt8[Tensor, "*rows both"]) -> tuple[UInt8[Tensor, "*rows half"], UInt8[Tensor, "*rows half"]]:

@@ -27,6 +27,8 @@ ActivationType = Literal["int4", "int8", "fp8_e4m3", "fp4_e2m1"]
 ActivationStrategy = Literal["token", "tensor", "group"]
 
 TILE = 128
+# Rows are widened to float32 a few at a time: memory for the whole matrix costs more, in page faults, than the work.
+_BLOCK_VALUES = 1 << 19
 _BLOCK_FORMATS = {("e8m0", "fp4_e2m1", 32), ("e8m0", "fp8_e4m3", 32), ("e4m3", "fp4_e2m1", 16)}
 
 
@@ -202,15 +204,25 @@ class QuantizedTensor:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Float[Tensor, "out in"]:
         """`(value(codes) - zero_point) * scale`, multiplied in float32 and then rounded to `dtype`."""
+        out, columns = self.shape
         if self.group_index is not None:
             return self._dequantize_scattered(self.group_index).to(dtype)
+        if self.scheme.strategy == "tile":
+            return self._dequantize_rows().to(dtype)
+        values = torch.empty(self.shape, dtype=dtype, device=self.scale.device)
+        rows = max(1, _BLOCK_VALUES // max(1, columns))
+        for start in range(0, out, rows):
+            values[start : start + rows] = self.rows(start, start + rows)._dequantize_rows()
+        return values
+
+    def _dequantize_rows(self) -> Float[Tensor, "out in"]:
         out, columns = self.shape
         width = self.scheme.columns_per_scale(columns)
         values = in_groups(to_values(self.codes, self.scheme.dtype), width)
         if self.zero_point is not None:
             values.sub_(self.zero_point.to(torch.float32).unsqueeze(-1))
         values.mul_(row_scales(self.scale, self.scheme, out).unsqueeze(-1))
-        return values.reshape(out, -1)[:, :columns].to(dtype)
+        return values.reshape(out, -1)[:, :columns]
 
     def _dequantize_scattered(self, group_index: Int32[Tensor, "in"]) -> Float[Tensor, "out in"]:
         values = to_values(self.codes, self.scheme.dtype)
