@@ -15,6 +15,7 @@ from cann_llm_quant.checkpoint.journal import encode_json, remove, sync_folder, 
 from cann_llm_quant.checkpoint.merge import Plan
 from cann_llm_quant.checkpoint.output_place import done_path, read_identity, refuse_existing
 from cann_llm_quant.errors import ResumeError, UsageError
+from cann_llm_quant.shown import shown_name
 
 _ABSENT = object()
 
@@ -121,7 +122,4 @@ def differences(old: Any, new: Any, path: str = "") -> list[str]:
 
 
 def _shown(value: Any) -> str:
-    if value is _ABSENT:
-        return "(absent)"
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return "(absent)" if value is _ABSENT else shown_name(json.dumps(value, ensure_ascii=False), 60)

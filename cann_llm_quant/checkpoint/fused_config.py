@@ -3,12 +3,13 @@
 Only fields that a plain family knows are carried over; code of the model's own (`auto_map`) never is.
 """
 
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from cann_llm_quant.errors import CheckpointError, UnsupportedError
+from cann_llm_quant.shown import shown
 
 ARCHITECTURES = {
     "glm": "GlmForCausalLM",
@@ -38,7 +39,7 @@ class FusedConfig:
         if value is None:
             raise CheckpointError(f"{self.where} lacks {name}; add it with the model's value")
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise CheckpointError(f"{self.where}: {name} must be a whole number of at least 1, found {value!r}")
+            raise CheckpointError(f"{self.where}: {name} must be a whole number of at least 1, found {shown(value)}")
         return value
 
     def number(self, name: str, default: float) -> float:
@@ -46,8 +47,8 @@ class FusedConfig:
         value = self.values.get(name)
         if value is None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise CheckpointError(f"{self.where}: {name} must be a positive number, found {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
+            raise CheckpointError(f"{self.where}: {name} must be a positive number, found {shown(value)}")
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
@@ -56,7 +57,7 @@ class FusedConfig:
         if value is None:
             return default
         if not isinstance(value, bool):
-            raise CheckpointError(f"{self.where}: {name} must be true or false, found {value!r}")
+            raise CheckpointError(f"{self.where}: {name} must be true or false, found {shown(value)}")
         return value
 
     def section(self, name: str) -> Mapping[str, Any]:
@@ -65,7 +66,7 @@ class FusedConfig:
         if value is None:
             return {}
         if not isinstance(value, Mapping):
-            raise CheckpointError(f"{self.where}: {name} must be an object, found {value!r}")
+            raise CheckpointError(f"{self.where}: {name} must be an object, found {shown(value)}")
         return value
 
     def nested(self, name: str) -> "FusedConfig":

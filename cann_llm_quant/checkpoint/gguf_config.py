@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cann_llm_quant.checkpoint.gguf_names import Family
 from cann_llm_quant.errors import CheckpointError, UnsupportedError
+from cann_llm_quant.shown import shown
 
 Metadata = Mapping[str, Any]
 Shapes = Mapping[str, tuple[int, ...]]
@@ -111,7 +112,7 @@ def token_ids(metadata: Metadata, where: str) -> dict[str, Any]:
     for kind, value in ids.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
             raise CheckpointError(
-                f"{where}: metadata tokenizer.ggml.{kind}_token_id is {value!r:.40}, not a token's id"
+                f"{where}: metadata tokenizer.ggml.{kind}_token_id is {shown(value, 40)}, not a token's id"
             )
     ends = [ids[kind] for kind in ("eos", "eot", "eom")]
     distinct = list(dict.fromkeys(end for end in ends if end is not None))
@@ -124,7 +125,7 @@ def token_ids(metadata: Metadata, where: str) -> dict[str, Any]:
 
 def _rows(keys: ArchitectureKeys, shapes: Shapes, name: str) -> int:
     if name not in shapes:
-        raise CheckpointError(f"{keys.where} has no tensor {name!r}; fetch it again")
+        raise CheckpointError(f"{keys.where} has no tensor {shown(name)}; fetch it again")
     return shapes[name][0]
 
 
@@ -178,7 +179,7 @@ def _scaling(keys: ArchitectureKeys) -> dict[str, Any] | None:
         betas = {name: keys.get(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
         return yarn | {name: _short_float(value) for name, value in betas.items() if value is not None}
     raise UnsupportedError(
-        f"{keys.where}: rope scaling {kind!r} is not supported; supported are linear, yarn and llama3"
+        f"{keys.where}: rope scaling {shown(kind)} is not supported; supported are linear, yarn and llama3"
     )
 
 

@@ -20,6 +20,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from cann_llm_quant.checkpoint.files import read_failure, refuse_lfs_pointer
 from cann_llm_quant.errors import CheckpointError, UnsupportedError
+from cann_llm_quant.shown import shown
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -127,12 +128,12 @@ def _parse(cursor: _Cursor, path: Path, skip: Collection[str]) -> GgufHeader:
     for _ in range(pair_count):
         key = cursor.string()
         if key in metadata:
-            raise _DamageError(f"metadata {key} occurs twice")
+            raise _DamageError(f"metadata {shown(key)} occurs twice")
         metadata[key] = cursor.value(cursor.number("I"), key not in skip)
     infos = [_tensor_info(cursor, path) for _ in range(tensor_count)]
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
-        raise _DamageError(f"general.alignment {alignment} is not a power of two")
+        raise _DamageError(f"general.alignment {shown(alignment)} is not a power of two")
     start = -(-cursor.position // alignment) * alignment
     tensors = {
         name: StoredTensor(kind, shape, start + at, _nbytes(name, kind, shape)) for name, kind, shape, at in infos
@@ -149,19 +150,21 @@ def _tensor_info(cursor: _Cursor, path: Path) -> tuple[str, GGMLQuantizationType
     name = cursor.string()
     dimensions = cursor.number("I")
     if not 0 < dimensions <= _MAX_DIMENSIONS:
-        raise _DamageError(f"tensor {name!r} has {dimensions} dimensions")
+        raise _DamageError(f"tensor {shown(name)} has {dimensions} dimensions")
     sizes = cursor.numbers("Q", dimensions)
     kind, offset = cursor.number("I"), cursor.number("Q")
     try:
         return name, GGMLQuantizationType(kind), tuple(reversed(sizes)), offset
     except ValueError as error:
         raise UnsupportedError(
-            f"{path}: tensor {name!r} has type number {kind}, which this version cannot read"
+            f"{path}: tensor {shown(name)} has type number {kind}, which this version cannot read"
         ) from error
 
 
 def _nbytes(name: str, kind: GGMLQuantizationType, shape: tuple[int, ...]) -> int:
     elements, nbytes = GGML_QUANT_SIZES[kind]
     if shape[-1] % elements:
-        raise _DamageError(f"tensor {name!r} of type {kind.name} has {shape[-1]} columns, no multiple of {elements}")
+        raise _DamageError(
+            f"tensor {shown(name)} of type {kind.name} has {shape[-1]} columns, no multiple of {elements}"
+        )
     return int(prod(shape) // elements * nbytes)

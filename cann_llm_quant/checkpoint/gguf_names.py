@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from cann_llm_quant.errors import UnsupportedError
+from cann_llm_quant.shown import shown
 
 ROPE_FREQUENCIES = "rope_freqs.weight"
 
@@ -82,7 +83,7 @@ def family(architecture: str, experts: int) -> Family:
     if architecture not in known:
         names = ", ".join(sorted({*_DENSE, *_EXPERTS}))
         raise UnsupportedError(
-            f"GGUF architecture {architecture!r} with {experts} experts is not known; known are {names}"
+            f"GGUF architecture {shown(architecture)} with {experts} experts is not known; known are {names}"
         )
     return known[architecture]
 

@@ -26,6 +26,7 @@ from cann_llm_quant.checkpoint.gguf_header import StoredTensor, read_header
 from cann_llm_quant.checkpoint.gguf_names import ROPE_FREQUENCIES, Source, family, hugging_face_sources
 from cann_llm_quant.checkpoint.gguf_tokenizer import recover_tokenizer
 from cann_llm_quant.errors import CheckpointError, UnsupportedError
+from cann_llm_quant.shown import shown
 
 PLAIN_DTYPES: dict[Kind, torch.dtype] = {
     Kind.F32: torch.float32,
@@ -103,7 +104,7 @@ class GgufCheckpoint:
     def load(self, name: str) -> Tensor:
         """One tensor on the CPU, dequantized to float32 if it is stored quantized. Raises CheckpointError."""
         if name not in self._sources:
-            raise CheckpointError(f"{self._path} has no tensor {name!r}; it holds {len(self._tensors)} others")
+            raise CheckpointError(f"{self._path} has no tensor {shown(name)}; it holds {len(self._tensors)} others")
         return self._load(self._sources[name])
 
     @property
@@ -155,13 +156,13 @@ class GgufCheckpoint:
         stored = self._stored[source.stored]
         if stored.kind not in PLAIN_DTYPES and stored.kind not in DEQUANTIZED:
             raise UnsupportedError(
-                f"{self._path}: tensor {source.stored!r} is stored as {stored.kind.name}, not supported"
+                f"{self._path}: tensor {shown(source.stored)} is stored as {stored.kind.name}, not supported"
             )
         dtype, shape = PLAIN_DTYPES.get(stored.kind, torch.float32), self._shape(source)
         heads = source.interleaved_heads
         if heads and shape[0] % (2 * heads):
             raise CheckpointError(
-                f"{self._path}: {source.stored!r} has {shape[0]} rows, which do not fit {heads} heads"
+                f"{self._path}: {shown(source.stored)} has {shape[0]} rows, which do not fit {heads} heads"
             )
         return TensorInfo(name, dtype, shape, self._path.name, prod(shape) * dtype.itemsize)
 

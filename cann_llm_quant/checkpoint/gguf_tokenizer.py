@@ -14,6 +14,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from cann_llm_quant.checkpoint.gguf_config import token_ids
 from cann_llm_quant.errors import CheckpointError, UnsupportedError
+from cann_llm_quant.shown import shown
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 
@@ -56,7 +57,7 @@ def recover_tokenizer(metadata: Mapping[str, Any], where: str) -> dict[str, byte
         tokenizer, adds_bos = _sentencepiece(metadata, tokens, types), True
     else:
         raise UnsupportedError(
-            f"{where}: tokenizer kind {kind!r} is not known; put the model's tokenizer.json beside it"
+            f"{where}: tokenizer kind {shown(kind)} is not known; put the model's tokenizer.json beside it"
         )
     special = _special_tokens(metadata, tokens, where)
     _add_tokens(tokenizer, tokens, types, special)
@@ -108,7 +109,9 @@ def _special_tokens(metadata: Mapping[str, Any], tokens: Sequence[str], where: s
         if index is None:
             continue
         if not isinstance(index, int) or not 0 <= index < len(tokens):
-            raise CheckpointError(f"{where}: {key}_token_id {index} is outside the vocabulary of {len(tokens)} tokens")
+            raise CheckpointError(
+                f"{where}: {key}_token_id {shown(index)} is outside the vocabulary of {len(tokens)} tokens"
+            )
         found[name] = tokens[index]
     return found
 
@@ -120,7 +123,7 @@ def _byte_level(
     split = _byte_level_split(pre)
     if split is None:
         raise UnsupportedError(
-            f"{where}: text splitting {pre!r} is not known; put the model's tokenizer.json beside it"
+            f"{where}: text splitting {shown(pre)} is not known; put the model's tokenizer.json beside it"
         )
     last = max((i for i, kind in enumerate(types) if kind != UNUSED), default=-1)
     vocab = {token: i for i, token in enumerate(tokens[: last + 1])}  # what follows only pads the embedding
@@ -139,7 +142,7 @@ def _stored_merges(metadata: Mapping[str, Any], vocab: Mapping[str, int], where:
     for merge in metadata.get("tokenizer.ggml.merges") or []:
         left, _, right = str(merge).partition(" ")
         if not {left, right, left + right} <= vocab.keys():
-            raise CheckpointError(f"{where}: merge {merge!r} names a token outside the vocabulary; fetch it again")
+            raise CheckpointError(f"{where}: merge {shown(merge)} names a token outside the vocabulary; fetch it again")
         merges.append((left, right))
     return merges
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from cann_llm_quant.checkpoint.files import file_names, parse_json_object, read_bytes
 from cann_llm_quant.errors import CheckpointError
+from cann_llm_quant.shown import shown, shown_name
 
 _NUMBERED = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<total>\d{5})(?P<suffix>\.\w+)")
 
@@ -57,7 +58,9 @@ def check_index(folder: Path, weight_map: Mapping[str, str] | None, shards: Mapp
     for file, names in shards.items():
         for name in names:
             if name in found:
-                raise CheckpointError(f"{folder}: tensor {name!r} is in both {found[name]} and {file}; remove one file")
+                raise CheckpointError(
+                    f"{folder}: tensor {shown(name)} is in both {found[name]} and {file}; remove one file"
+                )
             found[name] = file
     if weight_map is None:
         return
@@ -65,15 +68,15 @@ def check_index(folder: Path, weight_map: Mapping[str, str] | None, shards: Mapp
     for name, file in weight_map.items():
         if name not in found:
             raise CheckpointError(
-                f"{folder}: the index lists tensor {name!r} in {file}, but no file holds it; {advice}"
+                f"{folder}: the index lists tensor {shown(name)} in {file}, but no file holds it; {advice}"
             )
         if found[name] != file:
             raise CheckpointError(
-                f"{folder}: the index puts tensor {name!r} in {file}, it is in {found[name]}; {advice}"
+                f"{folder}: the index puts tensor {shown(name)} in {file}, it is in {found[name]}; {advice}"
             )
     for name, file in found.items():
         if name not in weight_map:
-            raise CheckpointError(f"{folder}: {file} holds tensor {name!r}, which the index lacks; {advice}")
+            raise CheckpointError(f"{folder}: {file} holds tensor {shown(name)}, which the index lacks; {advice}")
 
 
 def _indexed_files(folder: Path, index_name: str, present: list[str], single: str) -> WeightFiles:
@@ -82,7 +85,9 @@ def _indexed_files(folder: Path, index_name: str, present: list[str], single: st
     names = sorted(set(weight_map.values()))
     for name in names:
         if name not in present:
-            raise CheckpointError(f"{index} names {name}, which is not in {folder}; fetch the missing shard")
+            raise CheckpointError(
+                f"{index} names {shown_name(name)}, which is not in {folder}; fetch the missing shard"
+            )
     if single in present and single not in names:
         raise CheckpointError(f"{folder} has both {single} and an index of other files; remove the one that is stale")
     _refuse_unlisted_numbers(index, names, present)
@@ -95,11 +100,13 @@ def _read_weight_map(index: Path) -> dict[str, str]:
         raise CheckpointError(f"{index} has no weight_map of tensor names to files; fetch it again")
     for name, file in weight_map.items():
         if not isinstance(file, str) or not file:
-            raise CheckpointError(f"{index} maps tensor {name!r} to {file!r}, not to a file name; fetch it again")
+            raise CheckpointError(
+                f"{index} maps tensor {shown(name)} to {shown(file)}, not to a file name; fetch it again"
+            )
         if file in (".", "..") or any(character in file for character in "/\\:\0"):
             raise CheckpointError(
-                f"{index} maps tensor {name!r} to {file!r}, which is not a plain file name; refused, because a shard "
-                "must lie beside its index"
+                f"{index} maps tensor {shown(name)} to {shown(file)}, which is not a plain file name; refused, because "
+                "a shard must lie beside its index"
             )
     return weight_map
 

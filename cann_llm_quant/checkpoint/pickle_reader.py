@@ -14,6 +14,7 @@ from torch import Tensor
 from cann_llm_quant.checkpoint.base import TensorInfo
 from cann_llm_quant.checkpoint.files import read_failure, refuse_lfs_pointer
 from cann_llm_quant.errors import CheckpointError
+from cann_llm_quant.shown import shown
 
 
 class PickleShard:
@@ -81,5 +82,7 @@ def _flat_tensors(path: Path, state: object) -> dict[str, Tensor]:
     for name, value in state.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
             kind = type(value).__name__
-            raise CheckpointError(f"{path}: entry {name!r} is a {kind}; expected a flat mapping of names to tensors")
+            raise CheckpointError(
+                f"{path}: entry {shown(name)} is a {kind}; expected a flat mapping of names to tensors"
+            )
     return dict(state)

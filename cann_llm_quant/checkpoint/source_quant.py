@@ -13,6 +13,7 @@ import torch
 
 from cann_llm_quant.checkpoint.base import TensorInfo
 from cann_llm_quant.errors import CheckpointError, UnsupportedError
+from cann_llm_quant.shown import shown, shown_name
 
 CONFIG_KEYS = ("quantization_config", "compression_config")
 _PACKED_SUFFIXES = (
@@ -66,7 +67,7 @@ def refuse_quantized(path: Path, config: Mapping[str, Any], tensors: Iterable[Te
     """Raise UnsupportedError for a source that stores quantized tensors, naming the method and one of them."""
     evidence = next(info for info in tensors if is_quantized_tensor(info))
     raise UnsupportedError(
-        f"{path} is already quantized ({_method(_claimed(config))}: tensor {evidence.name!r} is stored as "
+        f"{path} is already quantized ({_method(_claimed(config))}: tensor {shown(evidence.name)} is stored as "
         f"{_short(evidence.dtype)}); give the float model it was made from, or add --dequantize to read it in float"
     )
 
@@ -98,7 +99,7 @@ def is_quantized_tensor(info: TensorInfo) -> bool:
 
 
 def _method(claimed: Mapping[str, Any]) -> str:
-    return quantization_method(claimed) or "method not named in config.json"
+    return shown_name(quantization_method(claimed) or "method not named in config.json")
 
 
 def _short(dtype: torch.dtype) -> str:

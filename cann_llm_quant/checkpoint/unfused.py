@@ -22,6 +22,7 @@ from cann_llm_quant.checkpoint.fused_layout import Fused, FusedLayout, Reading, 
 from cann_llm_quant.checkpoint.fused_layouts import known_layouts
 from cann_llm_quant.checkpoint.view import CheckpointView
 from cann_llm_quant.errors import CheckpointError, UnsupportedError
+from cann_llm_quant.shown import shown, shown_name
 
 # Matrices of q, k and v under the names that families give them; none that is shown may keep one.
 FUSED_NAMES = ("W_pack", "query_key_value", "qkv_proj", "wqkv", "Wqkv", "c_attn")
@@ -76,7 +77,7 @@ class UnfusedCheckpoint(CheckpointView):
         """One tensor on the CPU in its stored dtype, owning its memory. Raises CheckpointError when it is not there."""
         part = self._parts.get(name)
         if part is None:
-            raise CheckpointError(f"{self.path} has no tensor {name!r}; its files hold {len(self._parts)} others")
+            raise CheckpointError(f"{self.path} has no tensor {shown(name)}; its files hold {len(self._parts)} others")
         tensor: Tensor = self.inner.load(part.source)
         if part.rows is not None:
             tensor = torch.cat([tensor[rows.start : rows.stop] for rows in part.rows])
@@ -90,14 +91,15 @@ def unfused(checkpoint: Checkpoint) -> Checkpoint:
     """
     model_type = checkpoint.config.get("model_type")
     layout = known_layouts().get(model_type) if isinstance(model_type, str) else None
-    shown = UnfusedCheckpoint(checkpoint, layout) if layout else checkpoint
-    left = next((name for name in shown.tensors if _is_fused(name)), None)
+    opened = UnfusedCheckpoint(checkpoint, layout) if layout else checkpoint
+    left = next((name for name in opened.tensors if _is_fused(name)), None)
     if left is not None:
         raise UnsupportedError(
-            f"{checkpoint.path}: tensor {left} holds q, k and v in one matrix, in rows that model_type {model_type!r} "
-            f"does not explain to this version; known are {', '.join(known_layouts())}; give a model with split ones"
+            f"{checkpoint.path}: tensor {shown_name(left)} holds q, k and v in one matrix, in rows that model_type "
+            f"{shown(model_type)} does not explain to this version; known are {', '.join(known_layouts())}; give a "
+            "model with split ones"
         )
-    return shown
+    return opened
 
 
 def with_unit_rows(matrix: Shaped[Tensor, "rows columns"]) -> Shaped[Tensor, "rows columns"]:

@@ -23,6 +23,7 @@ from cann_llm_quant.evaluate.perplexity import row_chunks
 from cann_llm_quant.evaluate.token_tree import Batch, TokenTree, common_prefix, grow_tree, plan_batches
 from cann_llm_quant.evaluate.tree_attention import TreeAttend, Trunk
 from cann_llm_quant.models.decoder import DecoderModel, head
+from cann_llm_quant.shown import shown
 from cann_llm_quant.tokenizer import adds_bos, encode
 
 BATCH_TOKENS = 512
@@ -70,7 +71,7 @@ class Encoder:
             whole = self._behind_prefix(encode(self._tokenizer, continuation, bos=False))
             before = whole[:1]
         if len(whole) <= len(before):
-            raise CorpusError(f"{place}: the continuation {continuation!r} adds no token to its context")
+            raise CorpusError(f"{place}: the continuation {shown(continuation)} adds no token to its context")
         return Request(tuple(before), tuple(whole[len(before) :]), place)
 
     def _behind_prefix(self, ids: list[int]) -> list[int]:

@@ -16,6 +16,7 @@ from typing import Any
 
 from cann_llm_quant.checkpoint.files import file_names, parse_json_object, read_bytes
 from cann_llm_quant.errors import CheckpointError, UnsupportedError
+from cann_llm_quant.shown import shown, shown_name
 
 FILE_NAME = "quant_model_description.json"
 VERSION = "1.0.0"
@@ -57,11 +58,13 @@ def load_description(folder: Path) -> Description:
     _refuse_rotations(path, document)
     group_size = document.get("group_size", 0)
     if not isinstance(group_size, int) or isinstance(group_size, bool) or group_size < 0:
-        raise CheckpointError(f"{path}: group_size is {group_size!r}, expected a whole number; fetch the file again")
-    kv_types = {document[key] for key in ("kv_cache_type", "kv_quant_type") if key in document}
+        raise CheckpointError(
+            f"{path}: group_size is {shown(group_size)}, expected a whole number; fetch the file again"
+        )
+    kv_types = {str(document[key]) for key in ("kv_cache_type", "kv_quant_type") if key in document}
     if kv_types - {KV_TYPE}:
         raise UnsupportedError(
-            f"{path}: a KV cache of type {min(map(str, kv_types))} is not known; this reads {KV_TYPE}"
+            f"{path}: a KV cache of type {shown_name(min(kv_types - {KV_TYPE}))} is not known; this reads {KV_TYPE}"
         )
     return Description(path, _types(document), _is_packed(path, document), group_size, bool(kv_types))
 
@@ -79,15 +82,16 @@ def check_names(description: Description, stored: Iterable[str], head: str | Non
     stored = set(stored)
     missing = [name for name in description.types if name not in stored and name != f"{head}.weight"]
     if missing:
+        first = min(missing)
         raise CheckpointError(
-            f"{description.path} names {min(missing)} ({description.types[min(missing)]}), which no weight file holds"
-            f"{_more(missing)}; restore the missing files"
+            f"{description.path} names {shown_name(first)} ({shown_name(description.types[first])}), which no weight "
+            f"file holds{_more(missing)}; restore the missing files"
         )
     unnamed = [name for name in stored if name not in description.types]
     if unnamed:
         raise CheckpointError(
-            f"{description.path} does not name {min(unnamed)}, which the weight files hold{_more(unnamed)}; "
-            "runtimes fail on tensors without a type"
+            f"{description.path} does not name {shown_name(min(unnamed))}, which the weight files hold"
+            f"{_more(unnamed)}; runtimes fail on tensors without a type"
         )
 
 
@@ -105,7 +109,8 @@ def _is_packed(path: Path, document: Mapping[str, Any]) -> bool:
     version = str(document.get("version", ""))
     if version != VERSION and version not in _UNPACKED_VERSIONS:
         raise UnsupportedError(
-            f"{path}: format version {version} is not known; this version of cann-llm-quant reads {VERSION} and 0.0.0"
+            f"{path}: format version {shown_name(version)} is not known; this version of cann-llm-quant "
+            f"reads {VERSION} and 0.0.0"
         )
     return version == VERSION
 
@@ -128,4 +133,4 @@ def _refuse_rotations(path: Path, document: Mapping[str, Any]) -> None:
         raise UnsupportedError(f"{path}: rotations at run time ({online[0]}) are not known; use a model without them")
     for key in ("fa_quant_type", "indexer_quant_type"):
         if key in document:
-            raise UnsupportedError(f"{path}: quantized attention ({key} {document[key]}) is not known")
+            raise UnsupportedError(f"{path}: quantized attention ({key} {shown_name(str(document[key]))}) is not known")

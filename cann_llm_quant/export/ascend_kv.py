@@ -17,6 +17,7 @@ from cann_llm_quant.errors import CheckpointError, UnsupportedError
 from cann_llm_quant.export.kv_section import KvCache, KvFormat, KvLayer
 from cann_llm_quant.export.layout import PackedModel
 from cann_llm_quant.quant.kv import KvScales, KvScheme
+from cann_llm_quant.shown import shown_name
 
 SUFFIXES = ("kv_cache_scale", "kv_cache_offset")
 _NAME = re.compile(r"(?:^|.*\.)layers\.(?P<layer>\d+)\..*(?P<side>[kv])_proj\.kv_cache_(?P<part>scale|offset)")
@@ -128,7 +129,7 @@ def _by_layer(checkpoint: Checkpoint, num_layers: int) -> dict[int, dict[tuple[s
         if match is None:
             continue
         if int(match["layer"]) >= num_layers:
-            raise CheckpointError(f"{checkpoint.path}: {name} is of no layer, the model has {num_layers}")
+            raise CheckpointError(f"{checkpoint.path}: {shown_name(name)} is of no layer, the model has {num_layers}")
         found.setdefault(int(match["layer"]), {})[match["side"], match["part"]] = name
     return found
 

@@ -24,6 +24,7 @@ from cann_llm_quant.models.config_fields import ConfigFields
 from cann_llm_quant.quant.activations import InputQuantizer, InputRange
 from cann_llm_quant.quant.kv import KvScales
 from cann_llm_quant.quant.scheme import ActivationScheme, IntType, QuantizedTensor, Scheme, Strategy
+from cann_llm_quant.shown import shown_name
 
 _TOKEN = ActivationScheme("int8")
 _FLOAT = "FLOAT"
@@ -77,7 +78,8 @@ class AscendReader:
                 continue
             if kind not in TYPES:
                 raise UnsupportedError(
-                    f"{self.description.path}: {name} is {kind}, a type that is not read; known are {', '.join(TYPES)}"
+                    f"{self.description.path}: {shown_name(name)} is {shown_name(kind)}, a type that is not read; "
+                    f"known are {', '.join(TYPES)}"
                 )
             found[name.removesuffix(".weight")] = kind
         return found
@@ -86,8 +88,8 @@ class AscendReader:
         for name in self._checkpoint.tensors:
             if _CORRECTIONS.fullmatch(name):
                 raise UnsupportedError(
-                    f"{self._checkpoint.path}: {name} corrects activations at run time, which is not computed here; "
-                    "use a model quantized without it"
+                    f"{self._checkpoint.path}: {shown_name(name)} corrects activations at run time, which is not "
+                    "computed here; use a model quantized without it"
                 )
 
     def _infos(self, module: str) -> dict[str, TensorInfo]:

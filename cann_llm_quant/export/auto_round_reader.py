@@ -26,6 +26,7 @@ from cann_llm_quant.export.awq_reader import AwqReader
 from cann_llm_quant.export.gptq_reader import GptqReader
 from cann_llm_quant.export.layout import Reader
 from cann_llm_quant.models.config_fields import ConfigFields
+from cann_llm_quant.shown import shown, shown_name
 
 METHOD = "auto-round"
 _SECTION = "quantization_config"
@@ -68,7 +69,7 @@ def auto_round_reader(checkpoint: Checkpoint) -> Reader:
     layout = _PACKINGS.get(packing)
     if layout is None:
         raise UnsupportedError(
-            f"{fields.where}: AutoRound's packing_format {packing[:80]!r} is not read, only {', '.join(_PACKINGS)}; "
+            f"{fields.where}: AutoRound's packing_format {shown(packing)} is not read, only {', '.join(_PACKINGS)}; "
             "save the model with AutoRound's format auto_gptq, auto_awq or llm_compressor"
         )
     if fields.given("rotation_config"):
@@ -86,7 +87,7 @@ def _check_numbers(fields: ConfigFields) -> None:
     """That codes are integers and inputs stay in float; `fields` is the section or one of its overrides."""
     kind = fields.text("data_type", "int")
     if kind != "int":
-        raise UnsupportedError(f"{fields.where}: AutoRound's data_type {kind[:80]!r} is not read, only int")
+        raise UnsupportedError(f"{fields.where}: AutoRound's data_type {shown(kind)} is not read, only int")
     if fields.integer("act_bits", default=_FLOAT_BITS) < _FLOAT_BITS:
         raise UnsupportedError(f"{fields.where}: act_bits says that inputs are quantized, which is not read")
 
@@ -96,7 +97,7 @@ def _overrides(fields: ConfigFields) -> dict[str, ConfigFields]:
     extra = fields.section("extra_config")
     found = {}
     for name, values in ({} if extra is None else extra.values).items():
-        where = f"{fields.where}.extra_config: {name[:80]}"
+        where = f"{fields.where}.extra_config: {shown_name(name)}"
         if not isinstance(values, Mapping):
             raise CheckpointError(f"{where} must be an object")
         own = ConfigFields(values, where)

@@ -19,6 +19,7 @@ from cann_llm_quant.export.weight_only import finite, stored_matrix, stored_modu
 from cann_llm_quant.models.config_fields import ConfigFields
 from cann_llm_quant.quant.activations import InputQuantizer
 from cann_llm_quant.quant.scheme import QuantizedTensor, scheme_for
+from cann_llm_quant.shown import shown
 
 _SYMMETRIC_ZEROS = 0x88888888 - (1 << 32)
 
@@ -84,7 +85,7 @@ class AwqReader:
 def _check_form(fields: ConfigFields) -> None:
     form = fields.text("version", fields.text("format", "gemm")).lower()
     if form != "gemm":
-        raise UnsupportedError(f"{fields.where}: AWQ version {form!r} is not read, only gemm")
+        raise UnsupportedError(f"{fields.where}: AWQ version {shown(form)} is not read, only gemm")
     if fields.text("backend", "auto").lower() == "llm-awq":
         raise UnsupportedError(f"{fields.where}: the backend llm-awq has a layout of its own, which is not read")
     bits = fields.integer("bits", "w_bit", default=BITS)

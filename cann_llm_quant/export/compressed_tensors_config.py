@@ -19,9 +19,18 @@ from cann_llm_quant.errors import CheckpointError, UnsupportedError, UsageError
 from cann_llm_quant.export.foreign_patterns import foreign_pattern
 from cann_llm_quant.export.kv_section import KvCache, KvFormat, KvLayer
 from cann_llm_quant.models.config_fields import ConfigFields
-from cann_llm_quant.quant.kv import KvScheme
-from cann_llm_quant.quant.number_formats import FLOAT_BITS, INT_BITS
-from cann_llm_quant.quant.scheme import TILE, ActivationScheme, Scheme
+from cann_llm_quant.quant.kv import KvScheme, KvType
+from cann_llm_quant.quant.scheme import (
+    TILE,
+    ActivationScheme,
+    ActivationStrategy,
+    ActivationType,
+    ScaleType,
+    Scheme,
+    Strategy,
+    WeightType,
+)
+from cann_llm_quant.shown import shown, shown_name
 
 SECTION_NAMES = ("quantization_config", "compression_config")
 FORMATS = (
@@ -35,10 +44,42 @@ FORMATS = (
 )
 # Before 0.18 a word holds whole codes only, from 0.18 on codes run on over the ends of words.
 _DENSE_SINCE = (0, 18)
-_TYPES: dict[tuple[str, int], str] = {("int", bits): name for name, bits in INT_BITS.items()} | {
-    ("float", bits): name for name, bits in FLOAT_BITS.items()
+_TYPES: Mapping[tuple[str, int], WeightType] = {
+    ("int", 2): "int2",
+    ("int", 3): "int3",
+    ("int", 4): "int4",
+    ("int", 5): "int5",
+    ("int", 6): "int6",
+    ("int", 8): "int8",
+    ("float", 8): "fp8_e4m3",
+    ("float", 4): "fp4_e2m1",
 }
-_SCALE_TYPES = {"torch.uint8": "e8m0", "torch.float8_e8m0fnu": "e8m0", "torch.float8_e4m3fn": "e4m3"}
+_MOST_LAYERS = 100_000  # a list of as many is made
+_SCALE_TYPES: Mapping[str, ScaleType] = {
+    "torch.uint8": "e8m0",
+    "torch.float8_e8m0fnu": "e8m0",
+    "torch.float8_e4m3fn": "e4m3",
+}
+_STRATEGIES: Mapping[str, Strategy] = {
+    "tensor": "tensor",
+    "channel": "channel",
+    "group": "group",
+    "tensor_group": "group",
+    "block": "tile",
+}
+_INPUT_TYPES: Mapping[str, ActivationType] = {
+    "int4": "int4",
+    "int8": "int8",
+    "fp8_e4m3": "fp8_e4m3",
+    "fp4_e2m1": "fp4_e2m1",
+}
+_INPUT_STRATEGIES: Mapping[str, ActivationStrategy] = {
+    "token": "token",
+    "tensor": "tensor",
+    "group": "group",
+    "tensor_group": "group",
+}
+_CACHE_TYPES: Mapping[str, KvType] = {"int8": "int8", "fp8_e4m3": "fp8_e4m3"}
 
 
 @dataclass(frozen=True)
@@ -129,8 +170,8 @@ def _refuse_whole(section: ConfigFields) -> None:
     sparsity = section.section("sparsity_config")
     if sparsity is not None and sparsity.text("format", "dense") not in ("dense", ""):
         raise UnsupportedError(
-            f"{section.where}: weights are sparse ({sparsity.text('format')}), which this version does not read; "
-            "decompress the model with compressed-tensors first"
+            f"{section.where}: weights are sparse ({shown_name(sparsity.text('format'))}), which this version does not "
+            "read; decompress the model with compressed-tensors first"
         )
     transforms = section.section("transform_config")
     if transforms is not None and transforms.values.get("config_groups"):
@@ -140,8 +181,8 @@ def _refuse_whole(section: ConfigFields) -> None:
         )
     if section.text("quantization_status", "compressed") != "compressed":
         raise UnsupportedError(
-            f"{section.where}: quantization_status is {section.text('quantization_status')}, so the weights were saved "
-            "before they were compressed; save the model again with save_compressed=True"
+            f"{section.where}: quantization_status is {shown_name(section.text('quantization_status'))}, so the "
+            "weights were saved before they were compressed; save the model again with save_compressed=True"
         )
 
 
@@ -149,7 +190,8 @@ def _group(groups: ConfigFields, name: str, layout: str) -> Group | None:
     """One group; None for one that says nothing about weights or inputs."""
     if isinstance(groups.values[name], list):
         raise UnsupportedError(
-            f"{groups.where}: {name} is the name of a preset, which this version does not know; write its fields out"
+            f"{groups.where}: {shown_name(name)} is the name of a preset, which this version does not know; "
+            "write its fields out"
         )
     group = groups.section(name)
     if group is None:
@@ -160,16 +202,16 @@ def _group(groups: ConfigFields, name: str, layout: str) -> Group | None:
     if weights is None:
         if not group.given("input_activations"):
             return None
+        targets = shown_name(", ".join(_names(group, "targets")))
         raise UnsupportedError(
-            f"{group.where}: inputs are quantized without weights (of {', '.join(_names(group, 'targets'))}), which "
-            "this version does not read"
+            f"{group.where}: inputs are quantized without weights (of {targets}), which this version does not read"
         )
     own = group.text("format", "") or layout
     if own == "mixed-precision":
         raise CheckpointError(f"{group.where} has no format, and the model's is mixed-precision; fetch the file again")
     if own and own not in FORMATS:
         raise UnsupportedError(
-            f"{group.where}: format {own!r} is not supported; this version reads {', '.join(FORMATS)}"
+            f"{group.where}: format {shown(own)} is not supported; this version reads {', '.join(FORMATS)}"
         )
     inputs = group.section("input_activations")
     return Group(
@@ -185,7 +227,11 @@ def _group(groups: ConfigFields, name: str, layout: str) -> Group | None:
 def weight_scheme(arguments: ConfigFields) -> Scheme:
     """The `weights` of a group. Raises UnsupportedError for a format that `Scheme` cannot say."""
     strategy = _strategy(arguments)
-    names = {"block": "tile", "tensor_group": "group"}
+    if strategy not in _STRATEGIES:
+        raise UnsupportedError(
+            f"{arguments.where}: weights by {shown_name(strategy)} are not supported; this version reads them by "
+            + ", ".join(_STRATEGIES)
+        )
     scale_type = _SCALE_TYPES.get(arguments.text("scale_dtype", ""), "float")
     if strategy == "tensor_group":
         scale_type = "e4m3"
@@ -199,11 +245,11 @@ def weight_scheme(arguments: ConfigFields) -> Scheme:
     _check_block(arguments, strategy)
     try:
         return Scheme(
-            dtype,  # type: ignore[arg-type]
+            dtype,
             arguments.flag("symmetric", True),
-            names.get(strategy, strategy),  # type: ignore[arg-type]
-            group_size if strategy in ("group", "tensor_group") else None,
-            scale_type,  # type: ignore[arg-type]
+            _STRATEGIES[strategy],
+            group_size if _STRATEGIES[strategy] == "group" else None,
+            scale_type,
         )
     except UsageError as error:
         raise UnsupportedError(f"{arguments.where}: {error}") from error
@@ -212,31 +258,26 @@ def weight_scheme(arguments: ConfigFields) -> Scheme:
 def activation_scheme(arguments: ConfigFields) -> ActivationScheme:
     """The `input_activations` of a group. Raises UnsupportedError for forms that the runner lacks."""
     strategy, dtype = _strategy(arguments), _dtype(arguments)
-    size = arguments.optional_integer("group_size", minimum=-1)
-    size = size if strategy in ("group", "tensor_group") else None
+    grouped = _INPUT_STRATEGIES.get(strategy) == "group"
+    size = arguments.optional_integer("group_size", minimum=-1) if grouped else None
     dynamic = arguments.values.get("dynamic") in (True, "local")
     stored = _SCALE_TYPES.get(arguments.text("scale_dtype", ""), "float")
     # `ActivationScheme` has no scale type: groups of 32 mean power-of-two scales, groups of 16 e4m3 ones
     meant = {("fp4_e2m1", 32): "e8m0", ("fp8_e4m3", 32): "e8m0", ("fp4_e2m1", 16): "e4m3"}.get(
         (dtype, size or 0), "float"
     )
-    known = dtype in ("int4", "int8", "fp8_e4m3", "fp4_e2m1") and strategy in (
-        "token",
-        "tensor",
-        "group",
-        "tensor_group",
-    )
+    known = dtype in _INPUT_TYPES and strategy in _INPUT_STRATEGIES
     if not known or (stored != meant and meant == "e8m0" and dtype != "fp4_e2m1"):
         raise UnsupportedError(
-            f"{arguments.where}: inputs in {dtype} by {strategy} with {stored} scales are not supported; this version "
-            "knows int4, int8, fp8 and fp4 inputs by token, tensor or group"
+            f"{arguments.where}: inputs in {dtype} by {shown_name(strategy)} with {stored} scales are not supported; "
+            "this version knows int4, int8, fp8 and fp4 inputs by token, tensor or group"
         )
     try:
         return ActivationScheme(
-            dtype,  # type: ignore[arg-type]
+            _INPUT_TYPES[dtype],
             arguments.flag("symmetric", True),
             dynamic,
-            "group" if strategy == "tensor_group" else strategy,  # type: ignore[arg-type]
+            _INPUT_STRATEGIES[strategy],
             size,
         )
     except UsageError as error:
@@ -250,11 +291,11 @@ def _strategy(arguments: ConfigFields) -> str:
     return arguments.text("strategy", implied).lower()
 
 
-def _dtype(arguments: ConfigFields) -> str:
+def _dtype(arguments: ConfigFields) -> WeightType:
     kind, bits = arguments.text("type", "int").lower(), arguments.integer("num_bits", default=8)
     if (kind, bits) not in _TYPES:
         raise UnsupportedError(
-            f"{arguments.where}: {kind} of {bits} bits is not supported; this version reads "
+            f"{arguments.where}: {shown_name(kind)} of {bits} bits is not supported; this version reads "
             + ", ".join(f"{name}{number}" for name, number in _TYPES)
         )
     return _TYPES[kind, bits]
@@ -264,7 +305,9 @@ def _check_block(arguments: ConfigFields, strategy: str) -> None:
     shape = arguments.values.get("block_structure")
     parts = shape.split("x") if isinstance(shape, str) else shape if isinstance(shape, list) else []
     if strategy == "block" and [str(part) for part in parts] != [str(TILE)] * 2:
-        raise UnsupportedError(f"{arguments.where}: blocks of {shape} are not supported; this version reads 128 x 128")
+        raise UnsupportedError(
+            f"{arguments.where}: blocks of {shown(shape)} are not supported; this version reads 128 x 128"
+        )
 
 
 def _kv_cache(section: ConfigFields, whole: ConfigFields) -> KvCache:
@@ -275,16 +318,19 @@ def _kv_cache(section: ConfigFields, whole: ConfigFields) -> KvCache:
     strategy, dtype = _strategy(arguments), _dtype(arguments)
     dynamic = arguments.values.get("dynamic") is True
     symmetric = arguments.flag("symmetric", True)
-    if dtype not in ("int8", "fp8_e4m3") or strategy != "tensor" or not symmetric:
+    if dtype not in _CACHE_TYPES or strategy != "tensor" or not symmetric:
         raise UnsupportedError(
-            f"{arguments.where}: a KV cache in {dtype} by {strategy}, {'' if symmetric else 'a'}symmetric, is not "
-            "supported; this version reads 8 bits, symmetric, one scale a tensor"
+            f"{arguments.where}: a KV cache in {dtype} by {shown_name(strategy)}, {'' if symmetric else 'a'}symmetric, "
+            "is not supported; this version reads 8 bits, symmetric, one scale a tensor"
         )
-    scheme = KvScheme(dtype, True, "tensor", None, dynamic)  # type: ignore[arg-type]
+    scheme = KvScheme(_CACHE_TYPES[dtype], True, "tensor", None, dynamic)
+    num_layers = whole.integer("num_hidden_layers")
+    if num_layers > _MOST_LAYERS:
+        raise CheckpointError(f"{whole.where}: num_hidden_layers is {num_layers}, more than any model has; correct it")
     layer = KvLayer(k=scheme.label(), v=scheme.label())
     return KvCache(
         schemes={scheme.label(): KvFormat.of(scheme)},
-        layers=[layer] * whole.integer("num_hidden_layers"),
+        layers=[layer] * num_layers,
         scales=None if dynamic else "model",
     )
 
@@ -299,7 +345,7 @@ def _names(fields: ConfigFields, name: str) -> list[str]:
     names = fields.items(name)
     for text in names:
         if not isinstance(text, str):
-            raise CheckpointError(f"{fields.where}: {name} must list names, found {text!r}")
+            raise CheckpointError(f"{fields.where}: {name} must list names, found {shown(text)}")
         if text.startswith("re:"):
             foreign_pattern(text.removeprefix("re:"), f"{fields.where}: {name}")
     return names

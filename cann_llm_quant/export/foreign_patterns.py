@@ -12,6 +12,7 @@ import warnings
 from itertools import pairwise
 
 from cann_llm_quant.errors import CheckpointError, UnsupportedError
+from cann_llm_quant.shown import shown
 
 _LONGEST = 10_000
 # `.*` four times takes a quarter of a second on a name of 200 characters, a fifth would take ten.
@@ -28,22 +29,21 @@ def foreign_pattern(text: str, where: str) -> re.Pattern[str]:
     """
     if len(text) > _LONGEST:
         raise UnsupportedError(f"{where}: a pattern of {len(text)} characters is not read; shorten it")
-    shown = text if len(text) <= 80 else f"{text[:80]}…"
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of what a later Python might read differently
             compiled = re.compile(text)
     except (re.error, OverflowError, RecursionError) as error:
-        raise CheckpointError(f"{where}: {shown!r} is no regular expression: {error}; correct it") from error
+        raise CheckpointError(f"{where}: {shown(text)} is no regular expression: {error}; correct it") from error
     if _repeats_a_choice(text):
         raise UnsupportedError(
-            f"{where}: {shown!r} repeats a group that holds a repeat or a choice, and may take forever to match; "
+            f"{where}: {shown(text)} repeats a group that holds a repeat or a choice, and may take forever to match; "
             "write it without"
         )
     repeats, choices = _counted(text)
     if repeats > _MOST_REPEATS or choices > _MOST_CHOICES:
         raise UnsupportedError(
-            f"{where}: {shown!r} has {repeats} repeats and {choices} choices, more than the {_MOST_REPEATS} and "
+            f"{where}: {shown(text)} has {repeats} repeats and {choices} choices, more than the {_MOST_REPEATS} and "
             f"{_MOST_CHOICES} that are matched in time; write it with fewer"
         )
     return compiled

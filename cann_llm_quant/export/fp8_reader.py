@@ -27,6 +27,7 @@ from cann_llm_quant.models.config_fields import ConfigFields
 from cann_llm_quant.quant.activations import InputQuantizer
 from cann_llm_quant.quant.ranges import SCALE_DTYPES
 from cann_llm_quant.quant.scheme import TILE, ActivationScheme, QuantizedTensor, Scheme, Strategy
+from cann_llm_quant.shown import shown
 
 _TILE_SCALES = ("weight_scale_inv", "scale")
 _SCALES = (*_TILE_SCALES, "weight_scale")
@@ -128,18 +129,18 @@ def _check_tiles(section: ConfigFields) -> None:
     sizes = section.items("weight_block_size")
     if sizes and sizes != [TILE, TILE]:
         raise UnsupportedError(
-            f"{section.where}: weight_block_size {sizes} is not supported; this version reads 128 x 128"
+            f"{section.where}: weight_block_size {shown(sizes)} is not supported; this version reads 128 x 128"
         )
     if section.text("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
         raise UnsupportedError(
-            f"{section.where}: fmt {section.text('fmt')!r} is not supported; this version reads e4m3"
+            f"{section.where}: fmt {shown(section.text('fmt'))} is not supported; this version reads e4m3"
         )
 
 
 def _is_static(section: ConfigFields) -> bool:
     scheme = section.text("activation_scheme", "dynamic")
     if scheme not in ("static", "dynamic"):
-        raise CheckpointError(f"{section.where}: activation_scheme must be static or dynamic, found {scheme!r}")
+        raise CheckpointError(f"{section.where}: activation_scheme must be static or dynamic, found {shown(scheme)}")
     return scheme == "static"
 
 

@@ -29,6 +29,7 @@ from cann_llm_quant.checkpoint.gguf_tokenizer import (
     WHOLE_WORDS_FIRST,
 )
 from cann_llm_quant.errors import UnsupportedError
+from cann_llm_quant.shown import shown
 from cann_llm_quant.tokenizer import adds_bos, check_vocabulary
 
 _SPACE = "▁"
@@ -96,7 +97,7 @@ def _check_model(model: Mapping[str, Any]) -> None:
         raise _refused(f"the tokenizer is of kind {model.get('type')}")
     for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(name):
-            raise _refused(f"the tokenizer has {name}={model[name]!r}")
+            raise _refused(f"the tokenizer has {name}={shown(model[name])}")
 
 
 def _merges(model: Mapping[str, Any]) -> list[tuple[str, str]]:

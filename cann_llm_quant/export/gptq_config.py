@@ -26,6 +26,7 @@ from cann_llm_quant.export.weight_only import most_common
 from cann_llm_quant.models.arch import Layer
 from cann_llm_quant.models.config_fields import ConfigFields
 from cann_llm_quant.quant.scheme import Scheme
+from cann_llm_quant.shown import shown
 
 SIDE_FILE = "quantize_config.json"
 _SECTION = "quantization_config"
@@ -150,7 +151,9 @@ def _fields(checkpoint: Checkpoint) -> ConfigFields:
         beside = parse_json_object(read_bytes(path), path)
         for key in ("checkpoint_format", "sym"):
             if key in beside and key in values and beside[key] != values[key]:
-                raise CheckpointError(f"{where}.{key} is {values[key]!r}, but {SIDE_FILE} says {beside[key]!r}")
+                raise CheckpointError(
+                    f"{where}.{key} is {shown(values[key])}, but {SIDE_FILE} says {shown(beside[key])}"
+                )
         values = beside | values
     return ConfigFields(values, where)
 
@@ -161,9 +164,9 @@ def _version(fields: ConfigFields) -> int:
         raise UnsupportedError(f"{fields.where}: is_marlin_format is true; Marlin's layout is not read, only gptq's")
     form = fields.text("checkpoint_format", fields.text("format", "gptq"))
     if form not in ("gptq", "gptq_v2"):
-        raise UnsupportedError(f"{fields.where}: checkpoint_format {form!r} is not read, only gptq and gptq_v2")
+        raise UnsupportedError(f"{fields.where}: checkpoint_format {shown(form)} is not read, only gptq and gptq_v2")
     if fields.text("pack_dtype", "int32") != "int32":
-        raise UnsupportedError(f"{fields.where}: pack_dtype is {fields.text('pack_dtype')!r}; only int32 is read")
+        raise UnsupportedError(f"{fields.where}: pack_dtype is {shown(fields.text('pack_dtype'))}; only int32 is read")
     return 2 if form == "gptq_v2" else 1
 
 
@@ -183,6 +186,6 @@ def _overrides(fields: ConfigFields) -> tuple[tuple[re.Pattern[str], ConfigField
             continue
         where = f"{fields.where}.dynamic"
         if not isinstance(values, Mapping):
-            raise CheckpointError(f"{where}: {text!r} must be an object, found {values!r}")
+            raise CheckpointError(f"{where}: {shown(text)} must be an object, found {shown(values)}")
         found.append((foreign_pattern(text.removeprefix("+:"), where), ConfigFields(values, where)))
     return tuple(found)

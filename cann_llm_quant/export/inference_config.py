@@ -24,8 +24,10 @@ from cann_llm_quant.quant.scheme import (
     Strategy,
     WeightType,
 )
+from cann_llm_quant.shown import shown, shown_name
 
 FILE_NAME = "inference_config.json"
+StoredLayout = Layout | Literal["mixed-precision", "dense"]
 
 
 class _Section(BaseModel):
@@ -69,7 +71,7 @@ class Weights(_Section):
     matrix of their own and read another module's.
     """
 
-    layout: Layout | Literal["mixed-precision", "dense"] = "pack-quantized"
+    layout: StoredLayout = "pack-quantized"
     schemes: dict[str, WeightFormat]
     linears: dict[str, str]
     float_: dict[str, str] = Field(alias="float")
@@ -110,6 +112,13 @@ class Inputs(_Section):
 
     schemes: dict[str, InputFormat] = Field(default_factory=dict)
     linears: dict[str, str] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _schemes_exist(self) -> "Inputs":
+        for module, key in self.linears.items():
+            if key not in self.schemes:
+                raise ValueError(f"{module} has input scheme {key}, which is not among the schemes")
+        return self
 
 
 class Limits(_Section):
@@ -198,13 +207,15 @@ def load_inference_config(folder: Path) -> InferenceConfig:
         raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
     version = document.get("format_version") if isinstance(document, dict) else None
     if version != 1:
-        raise CheckpointError(f"{path} has format version {version}; this version of cann-llm-quant reads version 1")
+        raise CheckpointError(
+            f"{path} has format version {shown(version)}; this version of cann-llm-quant reads version 1"
+        )
     try:
         return InferenceConfig.model_validate(document)
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])
-        raise CheckpointError(f"{path}: field {field}: {first['msg']}") from error
+        raise CheckpointError(f"{path}: field {shown_name(field)}: {shown_name(first['msg'])}") from error
 
 
 def schema() -> dict[str, Any]:

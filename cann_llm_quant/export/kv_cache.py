@@ -16,6 +16,7 @@ from cann_llm_quant.export.packed_checkpoint import PackedCheckpoint
 from cann_llm_quant.models import arch_from_checkpoint
 from cann_llm_quant.models.arch import Arch
 from cann_llm_quant.quant.kv import KvPlan, KvScales, KvScheme, LayerKv
+from cann_llm_quant.shown import shown
 from cann_llm_quant.token_classes import sensitive_ids
 
 
@@ -95,11 +96,12 @@ def _foreign_scheme(checkpoint: Checkpoint) -> KvScheme | None:
     arguments = section.get("kv_cache_scheme") if isinstance(section, Mapping) else None
     if arguments is None:
         return None
-    known: dict[tuple[Any, Any], KvScheme] = {("float", 8): KvScheme("fp8_e4m3"), ("int", 8): KvScheme("int8")}
-    scheme = known.get((arguments.get("type"), arguments.get("num_bits"))) if isinstance(arguments, Mapping) else None
+    known = (("float", 8, KvScheme("fp8_e4m3")), ("int", 8, KvScheme("int8")))
+    said = (arguments.get("type"), arguments.get("num_bits")) if isinstance(arguments, Mapping) else None
+    scheme = next((own for kind, bits, own in known if said == (kind, bits)), None)
     if scheme is None or arguments.get("strategy") != "tensor" or arguments.get("symmetric") is False:
         raise CheckpointError(
-            f"{checkpoint.path}/config.json: kv_cache_scheme {arguments} is none that this version runs; it knows 8 "
-            "bits, symmetric, one scale a tensor"
+            f"{checkpoint.path}/config.json: kv_cache_scheme {shown(arguments)} is none that this version runs; it "
+            "knows 8 bits, symmetric, one scale a tensor"
         )
     return replace(scheme, dynamic=arguments.get("dynamic") is True)

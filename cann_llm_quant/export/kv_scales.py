@@ -8,7 +8,7 @@ projections, and one `kv_scale` for both. A scale is one number, of shape [] or 
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Literal
 
@@ -21,9 +21,11 @@ from torch import Tensor
 from cann_llm_quant.checkpoint.base import Checkpoint
 from cann_llm_quant.errors import CheckpointError
 from cann_llm_quant.quant.kv import KvScales, KvScheme, LayerKv
+from cann_llm_quant.shown import shown, shown_name
 
 Side = Literal["k", "v"]
 _SIDES: tuple[Side, Side] = ("k", "v")
+_SIDES_OF: Mapping[str, tuple[Side, ...]] = {"k": ("k",), "v": ("v",), "kv": _SIDES}
 _ATTENTION = r"(?:^|.*\.)(?:layers|h|blocks)\.(?P<layer>\d+)\.(?:self_attn|attention|attn)\."
 _SPELLINGS = re.compile(
     _ATTENTION + r"(?:(?:attn\.|qkv_proj\.)?(?P<plain>k|v|kv)_scale|(?P<of>k|v)_proj\.(?:output_scale|(?P=of)_scale))$"
@@ -74,7 +76,7 @@ def parse_scales(data: bytes, num_layers: int, where: str, *, allow_ones: bool =
     try:
         tensors = parse_safetensors(data)
     except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"{where} is not a safetensors file: {error}") from error
+        raise CheckpointError(f"{where} is not a safetensors file: {shown_name(str(error))}") from error
     scales = [tensor for name, tensor in tensors.items() if name.endswith("_scale")]
     if not allow_ones and scales and all(bool((tensor == 1).all()) for tensor in scales):
         raise CheckpointError(f"{where}: {_ONES}")
@@ -88,7 +90,9 @@ def parse_scales(data: bytes, num_layers: int, where: str, *, allow_ones: bool =
                 raise CheckpointError(f"{where}: layers.{number}.{_PARTS[part]} is {tensor.dtype}, expected int32")
         found.append(KvScales(**parts))
     if tensors:
-        raise CheckpointError(f"{where} holds {min(tensors)}, which is no scale of a model of {num_layers} layers")
+        raise CheckpointError(
+            f"{where} holds {shown_name(min(tensors))}, which is no scale of a model of {num_layers} layers"
+        )
     return tuple(found)
 
 
@@ -128,16 +132,17 @@ def stored_scales(checkpoint: Checkpoint) -> dict[tuple[int, Side], tuple[str, T
         assert match is not None
         if checkpoint.tensors[name].shape not in ((), (1,)):
             shape = list(checkpoint.tensors[name].shape)
-            raise CheckpointError(f"{checkpoint.path}: KV scale {name} has shape {shape}, expected one number")
+            raise CheckpointError(
+                f"{checkpoint.path}: KV scale {shown_name(name)} has shape {shown(shape)}, expected one number"
+            )
         value = checkpoint.load(name).to(torch.float32).view(1)
-        _positive(f"{checkpoint.path}: KV scale {name}", value)
-        sides: Iterable[Side] = ("k", "v") if match["plain"] == "kv" else (match["plain"] or match["of"],)  # type: ignore[assignment]
-        for side in sides:
+        _positive(f"{checkpoint.path}: KV scale {shown_name(name)}", value)
+        for side in _SIDES_OF[match["plain"] or match["of"]]:
             other, known = found.setdefault((int(match["layer"]), side), (name, value))
             if not torch.equal(known, value):
                 raise CheckpointError(
-                    f"{checkpoint.path}: {other} is {known.item():g} and {name} is {value.item():g}, for the same "
-                    "cache; remove the one that is stale"
+                    f"{checkpoint.path}: {shown_name(other)} is {known.item():g} and {shown_name(name)} is "
+                    f"{value.item():g}, for the same cache; remove the one that is stale"
                 )
     return found
 
@@ -156,7 +161,7 @@ def applied_scales(checkpoint: Checkpoint, num_layers: int, *, allow_ones: bool 
             (f"layer {layer} has no {side}_scale" for layer, side in wanted if (layer, side) not in found), ""
         )
         foreign = next((found[key][0] for key in found if key not in wanted), "")
-        problem = missing or f"{foreign} is of no layer"
+        problem = missing or f"{shown_name(foreign)} is of no layer"
         raise CheckpointError(
             f"{checkpoint.path}: {applied} KV scales for {num_layers} layers, which need {2 * num_layers}: {problem}"
         )

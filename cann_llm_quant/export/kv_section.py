@@ -4,13 +4,14 @@ q = round(x/s) + z        x = (q - z) * s        z whole, 0 where it is not stor
 """
 
 from dataclasses import asdict
-from typing import Literal
+from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from cann_llm_quant.quant.kv import KvScheme, KvStrategy, KvType, LayerKv
 
-SCALES_FILE = "kv_cache/scales.safetensors"
+SCALES_FILE: Final = "kv_cache/scales.safetensors"
+ScalesPlace = Literal["model", "kv_cache/scales.safetensors"]
 
 
 class _Section(BaseModel):
@@ -68,7 +69,7 @@ class KvCache(_Section):
     convention: Literal["q = round(x/s) + z, x = (q - z) * s"] = "q = round(x/s) + z, x = (q - z) * s"
     schemes: dict[str, KvFormat] = Field(default_factory=dict)
     layers: list[KvLayer] = Field(default_factory=list)
-    scales: Literal["model", "kv_cache/scales.safetensors"] | None = Field(
+    scales: ScalesPlace | None = Field(
         default=None,
         description="where stored scales lie: k_scale and v_scale beside the weights, or a file of their own",
     )

@@ -25,6 +25,7 @@ from cann_llm_quant.export.mlx import BITS, MODE
 from cann_llm_quant.export.weight_only import finite, stored_matrix, stored_modules
 from cann_llm_quant.models.config_fields import ConfigFields
 from cann_llm_quant.quant.bit_stream import BitStream, as_bytes
+from cann_llm_quant.shown import shown
 
 Kind = Literal["symmetric", "whole", "float"]
 
@@ -90,12 +91,12 @@ class MlxFolder(CheckpointView):
         """Bits and group size of a module, those of the section where it has none of its own."""
         fields, own = self._fields, self._fields.values.get(module, True)
         if isinstance(own, Mapping):
-            fields = ConfigFields(own, f"{fields.where}: {module!r}")
+            fields = ConfigFields(own, f"{fields.where}: {shown(module)}")
         elif own is not True:
-            raise CheckpointError(f"{fields.where}: {module!r} is {own!r}, but {module}.scales is stored")
+            raise CheckpointError(f"{fields.where}: {shown(module)} is {shown(own)}, but {module}.scales is stored")
         mode = fields.text("mode", MODE)
         if mode != MODE:
-            raise UnsupportedError(f"{fields.where}: mode {mode!r} is not read, only {MODE}")
+            raise UnsupportedError(f"{fields.where}: mode {shown(mode)} is not read, only {MODE}")
         bits = fields.integer("bits", default=4)
         if bits not in BITS:
             raise UnsupportedError(f"{fields.where}: {bits} bits are not read, only {', '.join(map(str, BITS))}")

@@ -22,11 +22,12 @@ from cann_llm_quant.export.inference_config import (
     Inputs,
     Limits,
     Provenance,
+    StoredLayout,
     WeightFormat,
     Weights,
 )
 from cann_llm_quant.export.kv_scales import common_scheme, model_tensors, scales_bytes
-from cann_llm_quant.export.kv_section import SCALES_FILE, KvCache, KvFormat, KvLayer
+from cann_llm_quant.export.kv_section import SCALES_FILE, KvCache, KvFormat, KvLayer, ScalesPlace
 from cann_llm_quant.export.layout import PackedModel
 from cann_llm_quant.export.model_config import json_bytes, output_config
 from cann_llm_quant.export.native_inputs import encode_range
@@ -105,13 +106,15 @@ class NativeEncoder:
         }
         return files | ({SCALES_FILE: scales_bytes(model.kv.scales)} if _place(model) == SCALES_FILE else {})
 
-    def _inference(self, model: PackedModel, tensors: Mapping[str, torch.dtype], layout: str) -> InferenceConfig:
+    def _inference(
+        self, model: PackedModel, tensors: Mapping[str, torch.dtype], layout: StoredLayout
+    ) -> InferenceConfig:
         formats = {
             module: WeightFormat.of(scheme, str(tensors[f"{module}.weight_scale"]).removeprefix("torch."))
             for module, scheme in model.schemes.items()
         }
         weights = Weights(
-            layout=layout,  # type: ignore[arg-type]  # checked by the model
+            layout=layout,
             schemes={one.key(): one for one in formats.values()},
             linears={module: one.key() for module, one in formats.items()},
             float=dict.fromkeys(model.float_linears(), "float in the source"),
@@ -162,7 +165,7 @@ def _tables(checkpoint: Checkpoint) -> dict[str, tuple[str, ...]]:
     return {table: (table, *(module for module, read in tied.items() if read == table)) for table in sorted(tables)}
 
 
-def _place(model: PackedModel) -> str | None:
+def _place(model: PackedModel) -> ScalesPlace | None:
     """Where scales of the KV cache go; None where there are none."""
     if not any(scale is not None for one in model.kv.scales for scale in (one.k_scale, one.v_scale)):
         return None
@@ -177,7 +180,7 @@ def _kv_section(model: PackedModel) -> KvCache:
     return KvCache(
         schemes={scheme.label(): KvFormat.of(scheme) for scheme in sorted(schemes, key=KvScheme.label)},
         layers=[_kv_layer(layer) for layer in model.kv.layers],
-        scales=_place(model),  # type: ignore[arg-type]  # one of the two names
+        scales=_place(model),
     )
 
 

@@ -19,6 +19,7 @@ from cann_llm_quant.export.packed_checkpoint import PackedCheckpoint
 from cann_llm_quant.quant.activations import InputQuantizer
 from cann_llm_quant.quant.ranges import SCALE_DTYPES
 from cann_llm_quant.quant.scheme import QuantizedTensor, Scheme
+from cann_llm_quant.shown import shown_name
 
 
 class NativeReader:
@@ -52,7 +53,9 @@ class NativeReader:
         stored = self._checkpoint.tensors
         info = stored.get(f"{module}.weight_packed", stored.get(f"{module}.weight"))
         if info is None:
-            raise CheckpointError(f"{self._checkpoint.path}: {module} is quantized, but its weight is in no file")
+            raise CheckpointError(
+                f"{self._checkpoint.path}: {shown_name(module)} is quantized, but its weight is in no file"
+            )
         out, columns = self._two(info)
         if info.name.endswith(".weight"):
             return out, columns

@@ -10,6 +10,7 @@ from typing import Any
 
 from cann_llm_quant.checkpoint.source_quant import quantization_method
 from cann_llm_quant.errors import UnsupportedError
+from cann_llm_quant.shown import shown, shown_name
 
 # `quant_method` to the name that people know, and what its weights are.
 METHODS: Mapping[str, tuple[str, str]] = {
@@ -47,7 +48,7 @@ def refuse_unreadable(path: Path, config: Mapping[str, Any], names: Iterable[str
     if method not in METHODS:
         return
     library, content = METHODS[method]
-    seen = f"tensor {evidence}" if evidence else f"quant_method {method!r}"
+    seen = f"tensor {shown_name(evidence)}" if evidence else f"quant_method {shown(method)}"
     raise UnsupportedError(
         f"{path} was quantized by {library} ({seen}): its weights are {content}, which this version does not decode; "
         "give the float model that it was made from, or load it in transformers, call model.dequantize() and save that"

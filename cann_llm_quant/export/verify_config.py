@@ -25,6 +25,7 @@ from cann_llm_quant.models.config_fields import ConfigFields
 from cann_llm_quant.models.rope_config import rope_from_config
 from cann_llm_quant.quant.ranges import SCALE_DTYPES
 from cann_llm_quant.quant.scheme import Scheme
+from cann_llm_quant.shown import shown, shown_name
 
 _LAYER = re.compile(r"(?:^|.*\.)(?:layers|h|blocks)\.(\d+)\.")
 _DESCRIPTION = "quant_model_description"
@@ -60,7 +61,11 @@ def _check_spellings(config: Mapping[str, Any], findings: Findings) -> None:
 def _check_dtype(inner: Checkpoint, fields: ConfigFields, findings: Findings) -> None:
     said = {name: fields.values[name] for name in ("dtype", "torch_dtype") if fields.given(name)}
     if len(set(map(str, said.values()))) > 1:
-        findings.add(fields.where, f"dtype={said['dtype']} contradicts torch_dtype={said['torch_dtype']}", "keep one")
+        findings.add(
+            fields.where,
+            f"dtype={shown_name(str(said['dtype']))} contradicts torch_dtype={shown_name(str(said['torch_dtype']))}",
+            "keep one",
+        )
         return
     sizes: Counter[torch.dtype] = Counter()
     for info in inner.tensors.values():
@@ -69,7 +74,11 @@ def _check_dtype(inner: Checkpoint, fields: ConfigFields, findings: Findings) ->
     stored = str(sizes.most_common(1)[0][0]).removeprefix("torch.") if sizes else ""
     for name, value in said.items():
         if stored and str(value).removeprefix("torch.") != stored:
-            findings.add(fields.where, f"{name}={value}, but most float weights are {stored}", "correct the field")
+            findings.add(
+                fields.where,
+                f"{name}={shown_name(str(value))}, but most float weights are {stored}",
+                "correct the field",
+            )
 
 
 def _check_layers(inner: Checkpoint, fields: ConfigFields, findings: Findings) -> None:
@@ -77,10 +86,10 @@ def _check_layers(inner: Checkpoint, fields: ConfigFields, findings: Findings) -
     with findings.caught(fields.where):
         said = fields.optional_integer("num_hidden_layers", "n_layer", "num_layers")
         extra = max((fields.optional_integer(name, minimum=0) or 0 for name in _PREDICTION), default=0)
-        missing = sorted(set(range(said or 0)) - stored)
-        if said is not None and missing:
+        missing = next((layer for layer in range(said or 0) if layer not in stored), None)
+        if missing is not None:
             findings.add(
-                fields.where, f"says {said} layers, but no tensor is of layer {missing[0]}", "one of the files is wrong"
+                fields.where, f"says {said} layers, but no tensor is of layer {missing}", "one of the files is wrong"
             )
         beyond = [name for name in inner.tensors if "mtp" in name or _layer_of(name) >= (said or 1 << 30)]
         if extra and not beyond:
@@ -175,7 +184,7 @@ def check_description(folder: Path, tensors: Mapping[str, TensorInfo], findings:
             findings.add(str(path), f"names {len(absent)} tensors that no file holds: {listed(absent)}", "fetch them")
         for name in _paths(document.get("optional")):
             if not is_inside(name):
-                findings.add(str(path), f"names the file {name!r}, which leads out of the folder", "remove it")
+                findings.add(str(path), f"names the file {shown(name)}, which leads out of the folder", "remove it")
 
 
 def _paths(value: Any) -> list[str]:

@@ -15,6 +15,7 @@ from cann_llm_quant.checkpoint.writer import SUMS_NAME
 from cann_llm_quant.errors import CheckpointError
 from cann_llm_quant.export.verify_findings import Findings, Tick, listed
 from cann_llm_quant.export.verify_json import check_keys
+from cann_llm_quant.shown import shown
 
 _INDEX = ".safetensors.index.json"
 _SUM_LINE = re.compile(r"(?P<sum>[0-9a-f]{64}) [ *](?P<name>.+)")
@@ -93,7 +94,7 @@ def _check_map(
     missing: dict[str, list[str]] = {}
     for name, file in weight_map.items():
         if not isinstance(file, str) or not is_inside(file) or "/" in file:
-            findings.add(str(index), f"maps {name} to {file!r}, which is no file beside it", _AGAIN)
+            findings.add(str(index), f"maps {name} to {shown(file)}, which is no file beside it", _AGAIN)
         elif name not in shards.get(file, {}):
             missing.setdefault(file, []).append(name)
     for file, names in missing.items():
@@ -135,7 +136,7 @@ def check_sums(folder: Path, findings: Findings, tick: Tick) -> int:
 def _agrees(folder: Path, name: str, said: str, findings: Findings) -> bool:
     path = folder / name
     if not is_inside(name):
-        findings.add(str(folder / SUMS_NAME), f"names {name!r}, which leads out of the folder", "remove the line")
+        findings.add(str(folder / SUMS_NAME), f"names {shown(name)}, which leads out of the folder", "remove the line")
         return False
     if not path.is_file():
         findings.add(str(path), f"is not there, but {SUMS_NAME} names it", _AGAIN)

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from cann_llm_quant.errors import CannQuantError
+from cann_llm_quant.shown import shown_name
 
 SHOWN = 5  # names of a list that a message spells out
 
@@ -53,5 +54,5 @@ class Findings:
 
 def listed(names: Sequence[str]) -> str:
     """The first few of the names, and how many more there are."""
-    shown = ", ".join(names[:SHOWN])
-    return shown if len(names) <= SHOWN else f"{shown} and {len(names) - SHOWN} more"
+    first = ", ".join(map(shown_name, names[:SHOWN]))
+    return first if len(names) <= SHOWN else f"{first} and {len(names) - SHOWN} more"

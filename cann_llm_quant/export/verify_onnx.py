@@ -13,6 +13,7 @@ import torch
 from cann_llm_quant.checkpoint.files import file_names, read_range
 from cann_llm_quant.export.verify_files import is_inside
 from cann_llm_quant.export.verify_findings import Findings, Tick
+from cann_llm_quant.shown import shown
 
 _AGAIN = "write the model again"
 _NOT_FINITE = "holds NaN or infinity"
@@ -70,7 +71,7 @@ def _check_external(model: Path, tensor: Any, findings: Findings) -> None:
     place = {entry.key: entry.value for entry in tensor.external_data}
     location = place.get("location", "")
     if not is_inside(location):
-        findings.add(where, f"lies in {location!r}, which leads out of the folder", "do not load this model")
+        findings.add(where, f"lies in {shown(location)}, which leads out of the folder", "do not load this model")
         return
     file = model.parent / location
     size = file.stat().st_size if file.is_file() else -1

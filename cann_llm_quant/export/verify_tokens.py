@@ -12,6 +12,7 @@ from cann_llm_quant.checkpoint.companions import is_companion
 from cann_llm_quant.checkpoint.files import file_names, parse_json_object, read_bytes
 from cann_llm_quant.export.verify_findings import Findings
 from cann_llm_quant.models.arch import Arch
+from cann_llm_quant.shown import shown
 
 _NAMES = ("bos_token_id", "eos_token_id", "pad_token_id")
 _GENERATION = "generation_config.json"
@@ -34,7 +35,7 @@ def check_token_ids(inner: Checkpoint, arch: Arch, findings: Findings) -> None:
         for name, value in _ids(document):
             if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < arch.vocab_size:
                 continue
-            text = f"{name} is {value!r}, but the model has {arch.vocab_size} tokens"
+            text = f"{name} is {shown(value)}, but the model has {arch.vocab_size} tokens"
             if name == "pad_token_id":
                 findings.remark(f"{Path(place).name}: {text}")
             else:

@@ -14,6 +14,7 @@ from cann_llm_quant.models.decoder import ACTIVATIONS
 from cann_llm_quant.models.families import known_families
 from cann_llm_quant.models.layer_map import Family, LayerBuilder, Shapes, check_tensors, layer_count, shared_sizes
 from cann_llm_quant.models.rope_config import rope_from_config, scaled_positions
+from cann_llm_quant.shown import shown
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -93,7 +94,7 @@ def _family(fields: ConfigFields) -> Family:
     model_type = fields.text("model_type")
     if model_type not in families:
         raise UnsupportedError(
-            f"{fields.where}: model_type {model_type!r} is not supported; known are {', '.join(families)}"
+            f"{fields.where}: model_type {shown(model_type)} is not supported; known are {', '.join(families)}"
         )
     return families[model_type]
 
@@ -102,7 +103,7 @@ def _activation(fields: ConfigFields) -> str:
     activation = fields.text("hidden_act", "silu")
     if activation not in ACTIVATIONS:
         raise UnsupportedError(
-            f"{fields.where}: hidden_act {activation!r} is not supported; known are {', '.join(ACTIVATIONS)}"
+            f"{fields.where}: hidden_act {shown(activation)} is not supported; known are {', '.join(ACTIVATIONS)}"
         )
     return activation
 

@@ -5,14 +5,16 @@ under two names. What is missing is either derived from tensor shapes (sizes), o
 defines for an absent field; a library's class default is never used for a size.
 """
 
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from cann_llm_quant.errors import CheckpointError
+from cann_llm_quant.shown import shown, shown_name
 
 _ABSENT = object()
+_BEYOND = 1 << 63  # no count of a model takes more than 64 bits
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,10 @@ class ConfigFields:
             found = int(found)
         if isinstance(found, bool) or not isinstance(found, int) or found < minimum:
             raise CheckpointError(
-                f"{self.where}: {names[0]} must be a whole number of at least {minimum}, found {found!r}"
+                f"{self.where}: {names[0]} must be a whole number of at least {minimum}, found {shown(found)}"
             )
+        if found >= _BEYOND:
+            raise CheckpointError(f"{self.where}: {names[0]} is {shown(found)}, beyond any model's; correct it")
         return found
 
     def number(self, name: str, default: float | None = None) -> float:
@@ -59,8 +63,8 @@ class ConfigFields:
             if default is None:
                 raise CheckpointError(f"{self.where} lacks {name}; add it with the model's value")
             return default
-        if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found < math.inf:
-            raise CheckpointError(f"{self.where}: {name} must be a positive number, found {found!r}")
+        if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found <= sys.float_info.max:
+            raise CheckpointError(f"{self.where}: {name} must be a positive number, found {shown(found)}")
         return float(found)
 
     def flag(self, name: str, default: bool = False) -> bool:
@@ -74,7 +78,7 @@ class ConfigFields:
         if found is _ABSENT:
             return None
         if not isinstance(found, bool):
-            raise CheckpointError(f"{self.where}: {name} must be true or false, found {found!r}")
+            raise CheckpointError(f"{self.where}: {name} must be true or false, found {shown(found)}")
         return found
 
     def text(self, name: str, default: str | None = None) -> str:
@@ -85,7 +89,7 @@ class ConfigFields:
                 raise CheckpointError(f"{self.where} lacks {name}; add it with the model's value")
             return default
         if not isinstance(found, str):
-            raise CheckpointError(f"{self.where}: {name} must be a string, found {found!r}")
+            raise CheckpointError(f"{self.where}: {name} must be a string, found {shown(found)}")
         return found
 
     def items(self, name: str) -> list[Any]:
@@ -94,7 +98,7 @@ class ConfigFields:
         if found is _ABSENT:
             return []
         if not isinstance(found, list | tuple):
-            raise CheckpointError(f"{self.where}: {name} must be a list, found {found!r}")
+            raise CheckpointError(f"{self.where}: {name} must be a list, found {shown(found)}")
         return list(found)
 
     def section(self, name: str) -> "ConfigFields | None":
@@ -103,8 +107,8 @@ class ConfigFields:
         if found is _ABSENT:
             return None
         if not isinstance(found, Mapping):
-            raise CheckpointError(f"{self.where}: {name} must be an object, found {found!r}")
-        return ConfigFields(found, f"{self.where}: {name}")
+            raise CheckpointError(f"{self.where}: {shown_name(name)} must be an object, found {shown(found)}")
+        return ConfigFields(found, f"{self.where}: {shown_name(name)}")
 
     def size(self, *names: str, found: int | None, source: str) -> int:
         """A size that the tensors show as well: `found` in the tensor `source` (None: that tensor is missing).
@@ -112,13 +116,15 @@ class ConfigFields:
         Raises CheckpointError when the config says another number, or neither side tells.
         """
         said = self.optional_integer(*names)
-        if said is None and found is None:
-            raise CheckpointError(f"{self.where} lacks {names[0]} and tensor {source} is missing")
-        if said is not None and found is not None and said != found:
+        if said is None:
+            if found is None:
+                raise CheckpointError(f"{self.where} lacks {names[0]} and tensor {source} is missing")
+            return found
+        if found is not None and said != found:
             raise CheckpointError(
                 f"{self.where} says {names[0]}={said}, but tensor {source} has {found}; one of the files is wrong"
             )
-        return said if said is not None else found  # type: ignore[return-value]
+        return said
 
     def _aliased(self, *names: str) -> Any:
         """The value under any of the names; the sentinel when all are absent; an error when two disagree."""
@@ -128,6 +134,7 @@ class ConfigFields:
         for name, value in present[1:]:
             if value != present[0][1]:
                 raise CheckpointError(
-                    f"{self.where}: {present[0][0]}={present[0][1]!r} contradicts {name}={value!r}; remove one of them"
+                    f"{self.where}: {present[0][0]}={shown(present[0][1])} contradicts {name}={shown(value)}; "
+                    "remove one of them"
                 )
         return present[0][1]

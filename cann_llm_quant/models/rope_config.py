@@ -12,6 +12,7 @@ from typing import Any, get_args
 from cann_llm_quant.errors import CheckpointError, UnsupportedError
 from cann_llm_quant.models.arch import Rope, RopeKind
 from cann_llm_quant.models.config_fields import ConfigFields
+from cann_llm_quant.shown import shown
 
 KINDS: tuple[RopeKind, ...] = get_args(RopeKind)
 _REQUIRED: dict[str, tuple[str, ...]] = {
@@ -77,10 +78,14 @@ def _settings(section: ConfigFields) -> dict[str, Any]:
     kind = settings.pop("rope_type", None)
     older = settings.pop("type", None)
     if kind is not None and older is not None and kind != older:
-        raise CheckpointError(f"{section.where}: rope_type={kind!r} contradicts type={older!r}; remove one of them")
+        raise CheckpointError(
+            f"{section.where}: rope_type={shown(kind)} contradicts type={shown(older)}; remove one of them"
+        )
     kind = kind or older or "default"
     if kind not in KINDS:
-        raise UnsupportedError(f"{section.where}: rotary kind {kind!r} is not supported; known are {', '.join(KINDS)}")
+        raise UnsupportedError(
+            f"{section.where}: rotary kind {shown(kind)} is not supported; known are {', '.join(KINDS)}"
+        )
     for name in (*_NUMBERS, "rope_theta"):
         if name in settings:
             settings[name] = section.number(name)
@@ -96,7 +101,7 @@ def _merge(said: list[dict[str, Any]], where: str) -> dict[str, Any]:
         for name, value in settings.items():
             if name in merged and merged[name] != value:
                 raise CheckpointError(
-                    f"{where}: {name}={merged[name]!r} in rope_parameters contradicts {value!r} in the older "
+                    f"{where}: {name}={shown(merged[name])} in rope_parameters contradicts {shown(value)} in the older "
                     "rope_theta/rope_scaling fields; keep the right one"
                 )
             merged[name] = value
@@ -107,18 +112,18 @@ def _check_partial(factor: float, partial_rotary: bool, where: str) -> None:
     """Readers of families that turn whole heads ignore the field or fail on it: no meaning is safe but 1."""
     if not partial_rotary and factor != 1:
         raise UnsupportedError(
-            f"{where}: partial_rotary_factor={factor!r}, but this model type turns whole heads; remove the field if "
-            "the model was trained so"
+            f"{where}: partial_rotary_factor={shown(factor)}, but this model type turns whole heads; remove the "
+            "field if the model was trained so"
         )
     if factor > 1:
-        raise CheckpointError(f"{where}: partial_rotary_factor={factor!r} must be at most 1")
+        raise CheckpointError(f"{where}: partial_rotary_factor={shown(factor)} must be at most 1")
 
 
 def _completed(kind: str, settings: dict[str, Any], max_positions: int, where: str) -> dict[str, Any]:
     """The kind's parameters with what the format derives from `max_position_embeddings` filled in."""
     missing = [name for name in _REQUIRED.get(kind, ()) if name not in settings]
     if missing:
-        raise CheckpointError(f"{where}: rotary kind {kind!r} needs {', '.join(missing)}")
+        raise CheckpointError(f"{where}: rotary kind {shown(kind)} needs {', '.join(missing)}")
     if kind in ("yarn", "llama3"):
         original = int(settings.get("original_max_position_embeddings", max_positions))
         settings["original_max_position_embeddings"] = original

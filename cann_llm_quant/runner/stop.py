@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from cann_llm_quant.errors import CheckpointError
+from cann_llm_quant.shown import shown
 
 
 def end_ids(
@@ -24,7 +25,7 @@ def end_ids(
         named = document.get("eos_token_id")
         ids = [] if named is None else named if isinstance(named, list) else [named]
         if not all(isinstance(value, int) and not isinstance(value, bool) for value in ids):
-            raise CheckpointError(f"{file}: eos_token_id {named!r} is neither an integer nor a list of integers")
+            raise CheckpointError(f"{file}: eos_token_id {shown(named)} is neither an integer nor a list of integers")
         found.update(ids)
     return frozenset(found)
 

@@ -16,6 +16,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from cann_llm_quant.errors import CannQuantError, CorpusError, OverloadedError, RequestError
+from cann_llm_quant.shown import shown
 
 RETRY_SECONDS = 1
 PYDANTIC_MESSAGES = {
@@ -31,7 +32,7 @@ class UnknownModelError(RequestError):
     """The request names a model that is not served here."""
 
     def __init__(self, name: str, served: str) -> None:
-        super().__init__("model", f"model {name!r} is not served here; it is {served!r}")
+        super().__init__("model", f"model {shown(name)} is not served here; it is {served!r}")
 
 
 class ShuttingDownError(CannQuantError):

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from cann_llm_quant.cli.failure import LONGEST, describe
 from cann_llm_quant.cli.options import parse_size
 from cann_llm_quant.cli.progress import LiveProgress, Step, show_progress
 from cann_llm_quant.cli.recipe_flags import FIELDS, resolve_recipe
 from cann_llm_quant.cli.terminal import duration, one_line, printable, size, strict_json
-from cann_llm_quant.errors import UsageError
+from cann_llm_quant.errors import CheckpointError, UsageError
 
 NOTHING: dict[str, Any] = dict.fromkeys(FIELDS)
 
@@ -116,3 +117,11 @@ def test_live_progress_draws_bar_layer_and_error() -> None:
     drawn = read_all(master)
     for text in ("calibrate", "50%", "layer 1/2", "output error 0.125", "memory", "warning: smoothing undone"):
         assert text in drawn
+
+
+def test_a_message_of_any_length_is_shown_in_part() -> None:
+    code, message = describe(CheckpointError(f"tensor {'x' * 100_000} is missing"))
+    assert (code, message[:9]) == (2, "tensor xx")
+    assert message.endswith("… (100018 characters)")
+    assert len(message) < LONGEST + 30
+    assert describe(KeyError("x" * 100_000))[1].endswith("rerun with --debug for the traceback")

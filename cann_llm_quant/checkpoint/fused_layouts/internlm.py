@@ -6,6 +6,7 @@ factor 1.
 
 from cann_llm_quant.checkpoint.fused_config import FusedConfig
 from cann_llm_quant.checkpoint.fused_layout import FusedLayout, Reading, Sizes
+from cann_llm_quant.shown import shown
 
 
 def read(fields: FusedConfig) -> Reading:
@@ -13,7 +14,7 @@ def read(fields: FusedConfig) -> Reading:
     heads, rotary = fields.count("num_attention_heads"), fields.nested("rotary")
     kind = rotary.values.get("type", "origin")
     if kind not in ("origin", "dynamic"):
-        raise fields.refusal(f"rotary type {kind!r} is not supported; known are origin, dynamic")
+        raise fields.refusal(f"rotary type {shown(kind)} is not supported; known are origin, dynamic")
     sizes = Sizes(heads, heads, fields.head_dim(), fields.count("intermediate_size"))
     config = fields.shown_as(
         "llama",

@@ -2,6 +2,7 @@
 
 from cann_llm_quant.checkpoint.fused_config import FusedConfig
 from cann_llm_quant.checkpoint.fused_layout import GATE_UP, QKV, Fused, FusedLayout, Reading, Sizes, blocks, halves
+from cann_llm_quant.shown import shown
 
 
 def read(fields: FusedConfig) -> Reading:
@@ -29,7 +30,7 @@ def _theta(fields: FusedConfig) -> float:
         kind = section.values.get("rope_type", section.values.get("type", "default"))
         if kind != "default":
             raise fields.refusal(
-                f"Phi with RoPE scaling {kind!r} (long contexts) is not supported; give the model of 4k positions"
+                f"Phi with RoPE scaling {shown(kind)} (long contexts) is not supported; give the model of 4k positions"
             )
         partial = section.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
         if partial != 1:

@@ -6,12 +6,13 @@ other family knows; up to there both do nothing, so that is the length shown.
 
 from cann_llm_quant.checkpoint.fused_config import FusedConfig
 from cann_llm_quant.checkpoint.fused_layout import QKV, Fused, FusedLayout, Reading, Sizes, blocks
+from cann_llm_quant.shown import shown
 
 
 def read(fields: FusedConfig) -> Reading:
     """Qwen 2's config."""
     if fields.number("rotary_pct", 1.0) != 1.0:
-        raise fields.refusal(f"rotary_pct={fields.values['rotary_pct']!r} is not supported; Qwen models have 1.0")
+        raise fields.refusal(f"rotary_pct={shown(fields.values['rotary_pct'])} is not supported; Qwen models have 1.0")
     heads, both = fields.count("num_attention_heads"), fields.count("intermediate_size")
     if both % 2:
         raise fields.refusal(f"intermediate_size={both} is odd, but it counts the widths of w1 and w2 together")

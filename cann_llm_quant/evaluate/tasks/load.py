@@ -23,6 +23,7 @@ from cann_llm_quant.errors import CorpusError, UsageError
 from cann_llm_quant.evaluate.tasks.items import Item, Question, items_sha256
 from cann_llm_quant.evaluate.tasks.rows import LETTERS, is_prepared, prepared
 from cann_llm_quant.evaluate.tasks.table import Task
+from cann_llm_quant.shown import shown
 
 SPLITS = {"test": "test", "val": "validation", "validation": "validation", "dev": "dev", "train": "train"}
 EVALUATED = ("test", "validation", "dev", "train")  # which local file is rather evaluated ...
@@ -171,7 +172,7 @@ def _limited(task: Task, items: Iterable[Item], limit: int | None) -> list[Item]
     kept = []
     for item in items:
         if item.subject not in table:
-            raise CorpusError(f"{item.name}: {item.subject!r} is not a subject of {task.name}")
+            raise CorpusError(f"{item.name}: {shown(item.subject)} is not a subject of {task.name}")
         taken[item.subject] += 1
         if limit is None or taken[item.subject] <= limit:
             kept.append(item)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from cann_llm_quant.corpus.readers import Row
 from cann_llm_quant.errors import CorpusError
 from cann_llm_quant.evaluate.tasks.items import Question
+from cann_llm_quant.shown import shown
 
 Reader = Callable[[Row], Question]
 
@@ -25,7 +26,7 @@ def labelled(row: Row, question: str = "question") -> Question:
     labels = [str(label) for label in _list(row, "choices.label", choices.get("label"))]
     key = _text(row, "answerKey").strip()
     if key not in labels:
-        raise CorpusError(f"{row.place}: answerKey {key!r} is none of the labels {', '.join(labels)}")
+        raise CorpusError(f"{row.place}: answerKey {shown(key)} is none of the labels {', '.join(labels)}")
     return Question({"question": _text(row, question)}, _texts(row, "choices.text", choices["text"]), labels.index(key))
 
 
@@ -45,7 +46,7 @@ def lettered(row: Row) -> Question:
     capital = "Question" in row.values
     letter = _text(row, "Answer" if capital else "answer").strip()
     if letter not in ("A", "B", "C", "D"):
-        raise CorpusError(f"{row.place}: the answer {letter!r} is not one of A, B, C, D")
+        raise CorpusError(f"{row.place}: the answer {shown(letter)} is not one of A, B, C, D")
     choices = tuple(_text(row, name) for name in "ABCD")
     return Question({"question": _text(row, "Question" if capital else "question")}, choices, "ABCD".index(letter))
 
@@ -73,7 +74,7 @@ def copa(row: Row) -> Question:
     kind = _text(row, "question")
     connectives = {"cause": "because", "effect": "therefore"}
     if kind not in connectives:
-        raise CorpusError(f"{row.place}: question {kind!r} is neither cause nor effect")
+        raise CorpusError(f"{row.place}: question {shown(kind)} is neither cause nor effect")
     choices = tuple(text[0].lower() + text[1:] for text in (_text(row, "choice1"), _text(row, "choice2")))
     context = f"{_text(row, 'premise').strip()[:-1]} {connectives[kind]}"
     return Question({"context": context}, choices, _index(row, "label", 2))
@@ -94,7 +95,7 @@ def winogrande(row: Row) -> Question:
         raise CorpusError(f"{row.place}: the sentence has no blank _ with text behind it")
     answer = _text(row, "answer")
     if answer not in ("1", "2"):
-        raise CorpusError(f"{row.place}: the answer {answer!r} is neither 1 nor 2")
+        raise CorpusError(f"{row.place}: the answer {shown(answer)} is neither 1 nor 2")
     contexts = tuple(before + _text(row, name) for name in ("option1", "option2"))
     return Question({}, (after.strip(),), int(answer) - 1, contexts)
 
@@ -140,20 +141,20 @@ def _without_marks(text: str) -> str:
 def _text(row: Row, name: str) -> str:
     value = row.values.get(name)
     if not isinstance(value, str):
-        raise CorpusError(f"{row.place}: {name!r} holds {type(value).__name__} where text belongs")
+        raise CorpusError(f"{row.place}: {shown(name)} holds {type(value).__name__} where text belongs")
     return value
 
 
 def _mapping(row: Row, name: str) -> Mapping[str, object]:
     value = row.values.get(name)
     if not isinstance(value, dict) or "text" not in value:
-        raise CorpusError(f"{row.place}: {name!r} is not an object with text and label")
+        raise CorpusError(f"{row.place}: {shown(name)} is not an object with text and label")
     return value
 
 
 def _list(row: Row, name: str, value: object) -> list[object]:
     if not isinstance(value, list) or not value:
-        raise CorpusError(f"{row.place}: {name!r} is not a list")
+        raise CorpusError(f"{row.place}: {shown(name)} is not a list")
     return value
 
 
@@ -161,7 +162,7 @@ def _texts(row: Row, name: str, value: object) -> tuple[str, ...]:
     texts = _list(row, name, value)
     for text in texts:
         if not isinstance(text, str) or not text.strip():
-            raise CorpusError(f"{row.place}: {name!r} holds {text!r} where text belongs")
+            raise CorpusError(f"{row.place}: {shown(name)} holds {shown(text)} where text belongs")
     return tuple(str(text) for text in texts)
 
 
@@ -170,5 +171,5 @@ def _index(row: Row, name: str, count: int) -> int:
     value = row.values.get(name)
     number = int(value) if isinstance(value, str) and value.isdecimal() else value
     if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < count:
-        raise CorpusError(f"{row.place}: {name!r} is {value!r}, not an index below {count}")
+        raise CorpusError(f"{row.place}: {shown(name)} is {shown(value)}, not an index below {count}")
     return number
