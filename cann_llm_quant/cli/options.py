@@ -1,7 +1,7 @@
 """Arguments and options that several commands share, and the spellings of their values."""
 
 import re
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -52,6 +52,10 @@ ActivationBudget = Annotated[
 ]
 Device = Annotated[str, typer.Option("--device", metavar="DEVICE", help="cpu, cuda or npu, also cuda:1.")]
 Dtype = Annotated[str, typer.Option("--dtype", metavar="DTYPE", help="fp32, bf16 or fp16.")]
+Kernel = Annotated[
+    Literal["auto", "reference"],
+    typer.Option("--kernel", help="auto: torch's int4/int8 operators where they fit; reference: dequantize."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout; progress stays on stderr.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of a failure.")]
 

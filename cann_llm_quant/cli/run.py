@@ -6,13 +6,13 @@ import sys
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cann_llm_quant.cli import kv_run_flags as kv
 from cann_llm_quant.cli.kv_run_flags import kv_choice
-from cann_llm_quant.cli.options import AllowPickle, Debug, Device, Dtype, Json, Model, Revision
+from cann_llm_quant.cli.options import AllowPickle, Debug, Device, Dtype, Json, Kernel, Model, Revision
 from cann_llm_quant.cli.terminal import Reply, abandon_stdout, duration, printable
 from cann_llm_quant.errors import UsageError
 
@@ -75,10 +75,7 @@ def run(
     kv_sensitive: kv.RunKvSensitive = None,
     page_size: kv.RunPageSize = None,
     attention_pattern: kv.AttentionPattern = "dense",
-    kernel: Annotated[
-        Literal["auto", "reference"],
-        typer.Option("--kernel", help="auto: torch's int4/int8 operators where they fit; reference: dequantize."),
-    ] = "auto",
+    kernel: Kernel = "auto",
     device: Device = "cpu",
     dtype: Dtype = "fp32",
     revision: Revision = None,

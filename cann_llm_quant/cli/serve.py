@@ -8,7 +8,7 @@ import typer
 
 from cann_llm_quant.cli import kv_run_flags as kv
 from cann_llm_quant.cli.kv_run_flags import kv_choice
-from cann_llm_quant.cli.options import AllowPickle, Debug, Device, Dtype, Json, Model, Revision, parse_size
+from cann_llm_quant.cli.options import AllowPickle, Debug, Device, Dtype, Json, Kernel, Model, Revision, parse_size
 from cann_llm_quant.cli.terminal import Reply
 from cann_llm_quant.errors import UsageError
 
@@ -160,10 +160,7 @@ def serve(
             rich_help_panel=kv.KV,
         ),
     ] = None,
-    kernel: Annotated[
-        Literal["auto", "reference"],
-        typer.Option("--kernel", help="auto: torch's int4/int8 operators where they fit; reference: dequantize."),
-    ] = "auto",
+    kernel: Kernel = "auto",
     device: Device = "cpu",
     dtype: Dtype = "fp32",
     revision: Revision = None,
