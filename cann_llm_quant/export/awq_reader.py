@@ -28,16 +28,14 @@ class AwqReader:
     """The linears of an AWQ folder; implements `layout.Reader`.
 
     Raises CheckpointError for shapes and types that contradict each other or the config, UnsupportedError for relatives
-    of the layout. No weight is read before `quantized`.
+    of the layout. No weight is read before `quantized`. `section` is said in place of the config's own.
     """
 
     layout = "awq"
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, section: ConfigFields | None = None) -> None:
         self._checkpoint = checkpoint
-        section = ConfigFields(checkpoint.config).section("quantization_config")
-        values = {} if section is None else section.values
-        fields = ConfigFields(values, f"{checkpoint.path}/config.json: quantization_config")
+        fields = section or _section(checkpoint)
         _check_form(fields)
         self._group_size = fields.optional_integer("group_size", "q_group_size", minimum=-1)
         self._may_be_symmetric = fields.optional_flag("sym") is not False
@@ -80,6 +78,12 @@ class AwqReader:
         """None: inputs stay in float."""
         del module
         return None
+
+
+def _section(checkpoint: Checkpoint) -> ConfigFields:
+    section = ConfigFields(checkpoint.config).section("quantization_config")
+    values = {} if section is None else section.values
+    return ConfigFields(values, f"{checkpoint.path}/config.json: quantization_config")
 
 
 def _check_form(fields: ConfigFields) -> None:

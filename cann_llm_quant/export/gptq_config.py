@@ -13,7 +13,7 @@ the quantized linears of every layer, so that is written as well where all layer
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from cann_llm_quant import __version__
@@ -112,13 +112,14 @@ def _group_size(scheme: Scheme) -> int:
 class GptqConfig:
     """The section as far as tensors do not tell it: `version` of zero points, symmetry, group sizes, by module.
 
-    None is what the section does not say.
+    None is what the section does not say. `named` are overrides by a linear's whole name, before those by pattern.
     """
 
     version: int
     group_size: int | None
     symmetric: bool | None
     overrides: tuple[tuple[re.Pattern[str], ConfigFields], ...]
+    named: Mapping[str, ConfigFields] = field(default_factory=dict)
 
     @staticmethod
     def of(checkpoint: Checkpoint) -> "GptqConfig":
@@ -126,19 +127,20 @@ class GptqConfig:
         fields = _fields(checkpoint)
         return GptqConfig(
             version=_version(fields),
-            group_size=_given_group_size(fields),
+            group_size=given_group_size(fields),
             symmetric=fields.optional_flag("sym"),
             overrides=_overrides(fields),
         )
 
     def for_module(self, module: str) -> tuple[int | None, bool | None]:
-        """Group size and symmetry of one linear: those of the first override whose pattern its name begins with."""
-        for pattern, fields in self.overrides:
-            if pattern.match(module):
-                symmetric = fields.optional_flag("sym")
-                size = _given_group_size(fields)
-                return size or self.group_size, self.symmetric if symmetric is None else symmetric
-        return self.group_size, self.symmetric
+        """Group size and symmetry of one linear: by its whole name, else by the first pattern that it begins with."""
+        fields = self.named.get(module)
+        if fields is None:
+            fields = next((own for pattern, own in self.overrides if pattern.match(module)), None)
+        if fields is None:
+            return self.group_size, self.symmetric
+        symmetric = fields.optional_flag("sym")
+        return given_group_size(fields) or self.group_size, self.symmetric if symmetric is None else symmetric
 
 
 def _fields(checkpoint: Checkpoint) -> ConfigFields:
@@ -170,7 +172,8 @@ def _version(fields: ConfigFields) -> int:
     return 2 if form == "gptq_v2" else 1
 
 
-def _given_group_size(fields: ConfigFields) -> int | None:
+def given_group_size(fields: ConfigFields) -> int | None:
+    """The columns of a group, -1 for whole rows; None where it is not said. Raises CheckpointError for other values."""
     size = fields.optional_integer("group_size", minimum=-1)
     if size == 0:
         raise CheckpointError(f"{fields.where}: group_size is 0; it must be positive, or -1 for whole rows")

@@ -29,6 +29,9 @@ from cann_llm_quant.quant.activations import InputQuantizer
 from cann_llm_quant.quant.bit_stream import to_codes
 from cann_llm_quant.quant.scheme import QuantizedTensor, Scheme, scheme_for
 
+# AutoRound packs 5 and 6 as GPTQ does the others.
+_BITS = (*BITS, 5, 6)
+
 
 @dataclass(frozen=True)
 class _Stored:
@@ -42,12 +45,13 @@ class GptqReader:
     """The linears of a GPTQ folder; implements `layout.Reader`.
 
     Raises CheckpointError for shapes and types that contradict each other or the config, UnsupportedError for relatives
-    of the layout (Marlin, planar). Of the tensors only the small `g_idx` are read before `quantized`.
+    of the layout (Marlin, planar). Of the tensors only the small `g_idx` are read before `quantized`. `config` is said
+    in place of the folder's own.
     """
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, config: GptqConfig | None = None) -> None:
         self._checkpoint = checkpoint
-        self._config = GptqConfig.of(checkpoint)
+        self._config = config or GptqConfig.of(checkpoint)
         self._stored = {module: self._described(module) for module in stored_modules(checkpoint, "qweight")}
         self.layout = "gptq" if self._config.version == 1 else "gptq_v2"
         self.linears: Mapping[str, StoredLinear] = {name: stored.linear for name, stored in self._stored.items()}
@@ -61,10 +65,10 @@ class GptqReader:
         bits, rest = divmod(zero_words * WORD, out)
         columns = words * WORD // max(bits, 1)
         scales = stored_matrix(checkpoint, names["scales"], None)
-        if rest or bits not in BITS or columns % WORD or scales != (groups, out):
+        if rest or bits not in _BITS or columns % WORD or scales != (groups, out):
             raise CheckpointError(
                 f"{checkpoint.path}: {module} has qweight [{words}, {out}], qzeros [{groups}, {zero_words}] and scales "
-                f"{list(scales)}, which are those of no GPTQ linear of {', '.join(map(str, BITS))} bits"
+                f"{list(scales)}, which are those of no GPTQ linear of {', '.join(map(str, sorted(_BITS)))} bits"
             )
         index = checkpoint.tensors.get(f"{module}.g_idx")
         if index is not None:

@@ -26,6 +26,7 @@ from cann_llm_quant.errors import UnsupportedError
 from cann_llm_quant.export.ascend_description import is_described
 from cann_llm_quant.export.ascend_reader import AscendReader
 from cann_llm_quant.export.auto_round_reader import METHOD as AUTO_ROUND
+from cann_llm_quant.export.auto_round_reader import OLD_METHOD as OLD_AUTO_ROUND
 from cann_llm_quant.export.auto_round_reader import auto_round_reader
 from cann_llm_quant.export.awq_reader import AwqReader
 from cann_llm_quant.export.compressed_tensors_reader import CompressedTensorsReader
@@ -49,6 +50,7 @@ _READERS: Mapping[str, Callable[[Checkpoint], Reader]] = {
     "awq": AwqReader,
     "gptq": GptqReader,
     AUTO_ROUND: auto_round_reader,
+    OLD_AUTO_ROUND: auto_round_reader,
 }
 
 

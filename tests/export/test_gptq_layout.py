@@ -61,7 +61,7 @@ def read(folder: Path, module: str = "m") -> QuantizedTensor:
         return GptqReader(checkpoint).quantized(module)
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("version", [1, 2])
 def test_stored_words_mean_the_weight(bits: int, symmetric: bool, version: Literal[1, 2]) -> None:
@@ -78,7 +78,7 @@ def test_stored_words_mean_the_weight(bits: int, symmetric: bool, version: Liter
 
 @settings(max_examples=40, deadline=None)
 @given(
-    bits=st.sampled_from([2, 3, 4, 8]),
+    bits=st.sampled_from([2, 3, 4, 5, 6, 8]),
     symmetric=st.booleans(),
     version=st.sampled_from([1, 2]),
     rows=st.integers(1, 3),
@@ -198,7 +198,7 @@ def test_files_without_g_idx_have_groups_of_neighbours(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("part", "change", "message"),
     [
-        ("qzeros", lambda t: t[:, :3].contiguous(), "those of no GPTQ linear of 2, 3, 4, 8 bits"),
+        ("qzeros", lambda t: t[:, :3].contiguous(), "those of no GPTQ linear of 2, 3, 4, 5, 6, 8 bits"),
         ("scales", lambda t: t[:1].contiguous(), "those of no GPTQ linear"),
         ("scales", lambda t: t.to(torch.int32), "expected a float type"),
         ("scales", lambda t: t.to(torch.float8_e4m3fn), "expected a float type of 16 or 32 bits"),

@@ -32,6 +32,7 @@ K, DOWN = "model.layers.0.self_attn.k_proj", "model.layers.0.mlp.down_proj"
 FOLDERS = {
     "awq": ("auto_awq", {"sym": False}),
     "auto-round-v2-w2": ("auto_round", {"sym": False, "bits": 2}),
+    "auto-round-v2-w5": ("auto_round", {"sym": False, "bits": 5}),
     "auto-round-mixed": (
         "auto_round",
         {"layer_config": {DOWN: {"bits": 8}, K: {"group_size": 16, "sym": False}, "o_proj": {"bits": 16}}},
