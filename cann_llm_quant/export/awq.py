@@ -29,7 +29,15 @@ from torch import Tensor
 from cann_llm_quant.errors import UnsupportedError
 from cann_llm_quant.export.layout import PackedModel
 from cann_llm_quant.export.model_config import json_bytes, output_config
-from cann_llm_quant.export.weight_only import dense, half_precision, left_out, linears_only, refusal, zero_fields
+from cann_llm_quant.export.weight_only import (
+    dense,
+    half_precision,
+    left_out,
+    linears_only,
+    refusal,
+    unread_experts,
+    zero_fields,
+)
 from cann_llm_quant.quant.activations import InputQuantizer
 from cann_llm_quant.quant.bit_stream import BitStream, as_bytes, as_words, to_codes, to_fields
 from cann_llm_quant.quant.nibbles import transpose_nibbles
@@ -94,7 +102,7 @@ class AwqEncoder:
         mixed = next((group for group in model.fused() if len({m in model.schemes for m in group}) > 1), None)
         if mixed:
             warnings.append(f"of {', '.join(mixed)} some are in float, and vLLM and SGLang load them as one matrix")
-        return warnings
+        return warnings + unread_experts("AWQ", model)
 
     def encode(
         self, module: str, weight: QuantizedTensor, inputs: InputQuantizer | None, bias: Tensor | None

@@ -34,6 +34,7 @@ from cann_llm_quant.export.weight_only import (
     linears_only,
     nearest_bits,
     refusal,
+    unread_experts,
     zero_fields,
 )
 from cann_llm_quant.quant.activations import InputQuantizer
@@ -107,7 +108,7 @@ class GptqEncoder:
         mixed = next((group for group in model.fused() if len({model.schemes.get(m) for m in group}) > 1), None)
         if mixed:
             warnings.append(f"{' and '.join(mixed)} differ in scheme, and vLLM and SGLang load them as one matrix")
-        return warnings
+        return warnings + unread_experts("GPTQ", model)
 
     def encode(
         self, module: str, weight: QuantizedTensor, inputs: InputQuantizer | None, bias: Tensor | None

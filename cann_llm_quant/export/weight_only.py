@@ -66,6 +66,17 @@ def left_out(layout: str, model: PackedModel, floats: frozenset[str]) -> list[st
     return lost
 
 
+def unread_experts(layout: str, model: PackedModel) -> list[str]:
+    """A warning where experts in codes have Mixtral's names, by which GPTQModel 7.6 does not find them."""
+    first = next((module for module in model.schemes if ".block_sparse_moe.experts." in module), None)
+    if first is None:
+        return []
+    return [
+        f"{first} and the other experts are named as Mixtral's, and GPTQModel looks for mlp.experts.0.gate_proj: of "
+        f"such {layout} files it loads none of the experts"
+    ]
+
+
 def zero_fields(weight: QuantizedTensor) -> UInt8[Tensor, "out groups"]:
     """Zero points as layouts without signs have them, `zero_point + 2^(b-1)`, a row for each of the matrix."""
     half = 1 << (weight.scheme.bits - 1)
