@@ -97,12 +97,19 @@ def file_sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def append_entry(journal: Path, entry: Entry) -> None:
-    """Add one line and sync it."""
-    with journal.open("ab") as file:
-        file.write(encode_json(asdict(entry)) + b"\n")
+def append_entry(journal: Path, entry: Entry, end: int) -> int:
+    """Write one line at byte `end` and sync it; returns where the next one goes.
+
+    Behind the last line that counts there may be another, torn or whole: of an attempt that the disk refused.
+    """
+    line = encode_json(asdict(entry)) + b"\n"
+    with journal.open("r+b") as file:
+        file.truncate(end)
+        file.seek(end)
+        file.write(line)
         file.flush()
         os.fsync(file.fileno())
+    return end + len(line)
 
 
 def read_entries(journal: Path) -> list[Entry]:

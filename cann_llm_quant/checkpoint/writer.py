@@ -81,6 +81,7 @@ class CheckpointWriter:
         self._units.mkdir(exist_ok=True)
         self.scratch.mkdir(exist_ok=True)
         self._entries = recover(self._journal, self._units) if plan is None else self._entries_of_merge(plan)
+        self._journal_end = self._journal.stat().st_size  # of the lines that count
         self._staged = {entry.unit for entry in self._entries}
         self._owners: dict[str, str] = {}
         if plan is None:
@@ -172,13 +173,14 @@ class CheckpointWriter:
             with disk_errors(path):
                 settle_file(path)
                 sync_folder(self._units)
-                append_entry(self._journal, entry)
+                end = append_entry(self._journal, entry, self._journal_end)
                 sync_folder(self._partial)
         except CannQuantError:  # the system's refusals among them; the unit may be staged again
             self._staged.discard(entry.unit)
             self._owners = {name: unit for name, unit in self._owners.items() if unit != entry.unit}
             raise
         self._entries.append(entry)
+        self._journal_end = end
 
     def _check_storable(self, unit: str, name: str, tensor: Tensor) -> None:
         if tensor.is_meta:

@@ -503,6 +503,35 @@ def test_nothing_to_publish_and_a_full_disk_are_said(tmp_path: Path, monkeypatch
         writer.write_unit("u", {"w": torch.zeros(3)}, {})
 
 
+@pytest.mark.parametrize("at", range(4))
+def test_a_unit_that_the_disk_refused_and_took_later_is_in_the_journal_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    """The syncs are of the unit, its folder, the journal and the journal's folder; the line is there at the third."""
+    left, journal = at, tmp_path / "out.partial" / "journal.jsonl"
+
+    def full(descriptor: int) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise OSError(28, "No space left on device")
+
+    with CheckpointWriter.open(tmp_path / "out", run=RUN) as writer:
+        writer.write_unit("first", {"a": torch.zeros(3)}, {})
+        monkeypatch.setattr(os, "fsync", full)
+        with pytest.raises(CannQuantError, match="No space left"):
+            writer.write_unit("u", {"w": torch.zeros(3)}, {"try": 1})
+        monkeypatch.undo()
+        with journal.open("ab") as file:
+            file.write(b'{"unit": "tor')  # a write that the disk took a part of
+        writer.write_unit("u", {"w": torch.ones(5)}, {"try": 2})
+        writer.write_unit("last", {"z": torch.zeros(3)}, {})
+    assert [json.loads(line)["unit"] for line in journal.read_bytes().splitlines()] == ["first", "u", "last"]
+    with CheckpointWriter.open(tmp_path / "out", run=RUN) as writer:
+        assert writer.completed == {"first": {}, "u": {"try": 2}, "last": {}}
+        assert torch.equal(writer.read_unit("u")["w"], torch.ones(5))
+
+
 def test_damage_during_merging_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     units = make_units()
     monkeypatch.setattr("cann_llm_quant.checkpoint.writer.write_shards", lambda *_: 1 / 0)
