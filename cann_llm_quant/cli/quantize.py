@@ -81,6 +81,7 @@ def quantize(
     accuracy_level: export_flag.AccuracyLevel = None,
     contrib_ops: export_flag.ContribOps = True,
     soc_version: export_flag.SocVersion = None,
+    tokenizer: export_flag.Tokenizer = True,
     overwrite: flag.Overwrite = False,
     max_shard_size: flag.MaxShardSize = "5GB",
     activation_budget: flag.ActivationBudget = "2GiB",
@@ -169,6 +170,7 @@ def quantize(
         accuracy_level=accuracy_level,
         contrib_ops=contrib_ops,
         soc_version=soc_version,
+        tokenizer=tokenizer,
         max_shard_bytes=shard,
         overwrite=overwrite,
     )

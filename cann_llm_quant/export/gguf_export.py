@@ -101,7 +101,8 @@ def export_gguf(
     """
     check_output(out, overwrite=overwrite, sources=[checkpoint.path])
     plan = plan_gguf(checkpoint, model, float_type, tokenizer=tokenizer)
-    origin = {"layout": "gguf", "source": checkpoint.fingerprint(), "float_type": float_type, "tokenizer": tokenizer}
+    asked = {"float_type": float_type, "tokenizer": tokenizer}
+    origin = {"layout": "gguf", "source_fingerprint": checkpoint.fingerprint(), **asked}
     with OutputFolder.open(out, run=origin, overwrite=overwrite, sources=[checkpoint.path]) as folder:
         with disk_errors(folder.result):
             written = _write(plan, checkpoint, folder.result, progress)
@@ -133,13 +134,18 @@ def plan_gguf(
     name = path.stem if path.suffix == ".gguf" else path.name
     metadata = architecture_metadata(model.arch, entries, name)
     if tokenizer:
-        words, notes = tokenizer_metadata(tokenizer_of(checkpoint), model.arch.vocab_size, _end_ids(checkpoint))
+        words, notes = vocabulary(checkpoint, model.arch.vocab_size)
         metadata |= words | {"general.name": harmless_name(name, words["tokenizer.ggml.tokens"])}
         warnings += notes
     else:
         metadata |= no_tokenizer()
         warnings.append("the file has no vocabulary: only programs that hand llama.cpp token ids can run it, no server")
     return GgufPlan(planned, metadata, warnings)
+
+
+def vocabulary(checkpoint: Checkpoint, rows: int) -> tuple[dict[str, Any], list[str]]:
+    """The file's tokenizer for an embedding of `rows`, and warnings. Raises as `tokenizer_metadata` does."""
+    return tokenizer_metadata(tokenizer_of(checkpoint), rows, _end_ids(checkpoint))
 
 
 def _refuse(model: PackedModel) -> None:

@@ -19,7 +19,7 @@ from cann_llm_quant.export.ascend_targets import DEFAULT_RUNTIME, target_named
 from cann_llm_quant.export.awq import AwqEncoder
 from cann_llm_quant.export.convert import Progress, convert
 from cann_llm_quant.export.fitting import Fit, fit, fitted
-from cann_llm_quant.export.gguf_export import FloatType, export_gguf
+from cann_llm_quant.export.gguf_export import FloatType, export_gguf, vocabulary
 from cann_llm_quant.export.gptq import GptqEncoder
 from cann_llm_quant.export.layout import Encoder, Holder, PackedModel
 from cann_llm_quant.export.mlx import MlxEncoder
@@ -136,8 +136,11 @@ def export_model(
     return Exported(written.path, layout, written.total_bytes, done.linears, done.rounded, tuple(done.warnings), asked)
 
 
-def precheck(model: PackedModel, layout: str, options: ExportOptions) -> list[str]:
-    """Warnings about a model that is still to be quantized. Raises UnsupportedError for what the layout cannot hold."""
+def precheck(model: PackedModel, source: Checkpoint, layout: str, options: ExportOptions) -> list[str]:
+    """Warnings about a model that is still to be quantized from `source`.
+
+    Raises UnsupportedError for what the layout cannot hold, CheckpointError for a tokenizer that cannot be read.
+    """
     if layout in ("compressed-tensors", "float"):
         return []
     file = layout in ("gguf", "onnx")
@@ -146,7 +149,11 @@ def precheck(model: PackedModel, layout: str, options: ExportOptions) -> list[st
     model = fitted(model, chosen)
     if isinstance(holder, Encoder):
         return holder.check(model)
-    return gguf_plan.check(model) if layout == "gguf" else []
+    if layout == "onnx":
+        return []
+    if options.tokenizer:
+        vocabulary(source, model.arch.vocab_size)  # its warnings come with the file
+    return gguf_plan.check(model)
 
 
 def check_options(options: ExportOptions, *layouts: str) -> None:

@@ -131,7 +131,7 @@ def _check_layouts(job: Job, layouts: list[str], exports: ExportOptions, tell: C
         tied={module: readers[0] for readers in job.assignment.tables.values() for module in readers[1:]},
     )
     for layout in layouts:
-        for warning in precheck(model, layout, exports):
+        for warning in precheck(model, job.source, layout, exports):
             tell(Event("prepare", message=f"{layout}: {warning}", warning=True))
 
 

@@ -6,12 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_models import save_tiny
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from cann_llm_quant.errors import UnsupportedError, UsageError
 from cann_llm_quant.export.layouts import LAYOUTS, ExportOptions, check_options
 from cann_llm_quant.export.packed import open_packed
 from cann_llm_quant.kv_recipe import KvRecipe
 from cann_llm_quant.pipeline import RunOptions, quantize_into
+from cann_llm_quant.pipeline.formats import Quantized
 from cann_llm_quant.recipe import Format, Recipe, validate_recipe
 
 
@@ -173,3 +177,29 @@ def test_another_model_under_the_same_name_is_not_taken_for_the_one_that_was_qua
     save_tiny(model, seed=5, hidden_size=128, intermediate_size=256)
     with pytest.raises(UsageError, match="formats of another run"):
         run(model, tmp_path / "out", recipe("awq"))
+
+
+def test_a_gguf_output_that_is_there_is_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, out = save_tiny(tmp_path / "m", hidden_size=128, intermediate_size=256), tmp_path / "out"
+
+    def quantize() -> Quantized:
+        asked = ExportOptions(tokenizer=False)
+        return quantize_into(str(model), out, recipe("gguf", "gptq"), options=RunOptions(), exports=asked)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("cann_llm_quant.export.gptq.GptqEncoder.files", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            quantize()
+    (file,) = (out / "gguf").glob("*.gguf")
+    before = file.stat().st_mtime_ns
+    assert [export.layout for export in quantize().exports] == ["gguf", "gptq"]
+    assert file.stat().st_mtime_ns == before
+
+
+def test_a_tokenizer_that_gguf_has_no_word_for_is_refused_before_anything_is_quantized(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path / "m", hidden_size=128, intermediate_size=256)
+    words = Tokenizer(WordLevel({f"w{n}": n for n in range(64)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(model)
+    with pytest.raises(UnsupportedError, match=r"WordLevel.*--no-tokenizer"):
+        run(model, tmp_path / "out", recipe("gguf"))
+    assert [path.name for path in (tmp_path / "out").rglob("*")] == ["formats.json"]
