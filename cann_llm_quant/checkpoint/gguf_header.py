@@ -26,6 +26,9 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _STRING, _ARRAY = 8, 9
 _MAX_DIMENSIONS = 4
 _DEFAULT_ALIGNMENT = 32
+# In bytes, by the format. ggml keeps tensor names in 64 bytes with a NUL behind them, so that it refuses the longest.
+_LONGEST_NAME, LONGEST_KEY = 64, 65535
+LONGEST_LOADED_NAME = _LONGEST_NAME - 1
 
 
 @dataclass(frozen=True)
@@ -126,7 +129,7 @@ def _parse(cursor: _Cursor, path: Path, skip: Collection[str]) -> GgufHeader:
     tensor_count, pair_count = cursor.numbers("Q", 2)
     metadata: dict[str, Any] = {}
     for _ in range(pair_count):
-        key = cursor.string()
+        key = _name(cursor, "a metadata key", LONGEST_KEY)
         if key in metadata:
             raise _DamageError(f"metadata {shown(key)} occurs twice")
         metadata[key] = cursor.value(cursor.number("I"), key not in skip)
@@ -146,8 +149,27 @@ def _parse(cursor: _Cursor, path: Path, skip: Collection[str]) -> GgufHeader:
     return GgufHeader({key: value for key, value in metadata.items() if value is not None}, tensors, cursor.position)
 
 
-def _tensor_info(cursor: _Cursor, path: Path) -> tuple[str, GGMLQuantizationType, tuple[int, ...], int]:
+def _name(cursor: _Cursor, what: str, longest: int) -> str:
     name = cursor.string()
+    problem = name_problem(name, longest)
+    if problem is not None:
+        raise _DamageError(f"{what} {shown(name)} {problem}")
+    return name
+
+
+def name_problem(name: str, longest: int) -> str | None:
+    """Why no reader could be trusted with a key or the name of a tensor; None where it can be stored.
+
+    C programs end a name at its first NUL, and print all of them.
+    """
+    if not name.isprintable():
+        return "holds control characters"
+    nbytes = len(name.encode("utf-8"))
+    return f"has {nbytes} bytes, more than {longest}" if nbytes > longest else None
+
+
+def _tensor_info(cursor: _Cursor, path: Path) -> tuple[str, GGMLQuantizationType, tuple[int, ...], int]:
+    name = _name(cursor, "the tensor name", _LONGEST_NAME)
     dimensions = cursor.number("I")
     if not 0 < dimensions <= _MAX_DIMENSIONS:
         raise _DamageError(f"tensor {shown(name)} has {dimensions} dimensions")

@@ -18,7 +18,11 @@ from gguf import GGMLQuantizationType as Kind
 from jaxtyping import Shaped
 from torch import Tensor
 
+from cann_llm_quant.checkpoint.gguf_header import LONGEST_KEY, LONGEST_LOADED_NAME, name_problem
 from cann_llm_quant.checkpoint.hashed_file import HashedFile
+from cann_llm_quant.checkpoint.journal import utf8
+from cann_llm_quant.errors import UnsupportedError
+from cann_llm_quant.shown import shown
 
 _VERSION = 3
 _ALIGNMENT = 32
@@ -55,8 +59,9 @@ class GgufWriter:
     def __init__(self, path: Path, metadata: Mapping[str, Any], entries: Sequence[TensorEntry]) -> None:
         self._path = path
         self._entries = list(entries)
+        head = encode_head(metadata, entries)
         self._file = HashedFile(path)
-        self._file.write(encode_head(metadata, entries))
+        self._file.write(head)
 
     def __enter__(self) -> "GgufWriter":
         return self
@@ -83,7 +88,12 @@ class GgufWriter:
 
 
 def encode_head(metadata: Mapping[str, Any], entries: Sequence[TensorEntry]) -> bytes:
-    """Everything before the tensors' data, padded to where it begins."""
+    """Everything before the tensors' data, padded to where it begins.
+
+    Raises UnsupportedError for keys and names of tensors that a reader would refuse or mistake for others.
+    """
+    _check_names("key", metadata, LONGEST_KEY)
+    _check_names("tensor name", [entry.name for entry in entries], LONGEST_LOADED_NAME)
     parts = [b"GGUF", struct.pack("<IQQ", _VERSION, len(entries), len(metadata))]
     for key, value in metadata.items():
         parts += [_string(key), _value(value)]
@@ -96,8 +106,15 @@ def encode_head(metadata: Mapping[str, Any], entries: Sequence[TensorEntry]) -> 
     return head + b"\0" * (-len(head) % _ALIGNMENT)
 
 
+def _check_names(what: str, names: Iterable[str], longest: int) -> None:
+    for name in names:
+        problem = name_problem(name, longest)
+        if problem is not None:
+            raise UnsupportedError(f"the {what} {shown(name)} {problem}, which GGUF cannot hold; export another layout")
+
+
 def _string(text: str) -> bytes:
-    data = text.encode("utf-8")
+    data = utf8(text)
     return struct.pack("<Q", len(data)) + data
 
 

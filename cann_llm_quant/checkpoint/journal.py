@@ -49,11 +49,15 @@ def disk_errors(folder: Path) -> Iterator[None]:
 
 
 def encode_json(value: object, indent: int | None = None) -> bytes:
-    """UTF-8 JSON of any text; what Python could not decode in a file's name reads as its bytes do in UTF-8.
+    """JSON of any text, as `utf8` has it."""
+    return utf8(json.dumps(value, ensure_ascii=False, indent=indent))
+
+
+def utf8(text: str) -> bytes:
+    """Any text; what Python could not decode in a file's name reads as its bytes do in UTF-8.
 
     Such bytes come as lone surrogates (PEP 383): every letter of `资料` in a C locale. The result is the same in all.
     """
-    text = json.dumps(value, ensure_ascii=False, indent=indent)
     try:
         return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace").encode("utf-8")
     except UnicodeEncodeError:  # a surrogate that comes from no file name

@@ -24,6 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cann_llm_quant.checkpoint import open_checkpoint
+from cann_llm_quant.checkpoint.gguf_writer import GgufWriter, TensorEntry
 from cann_llm_quant.errors import CheckpointError, UnsupportedError
 
 KINDS = [Kind.F32, Kind.F16, Kind.BF16, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0]
@@ -246,6 +247,63 @@ def test_big_endian_split_and_pointer_files_are_recognized(tmp_path, whole):
     pointer = tmp_path / "lfs.gguf"
     pointer.write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
     assert "git lfs pull" in refusal(pointer)
+
+
+STRANGE = "x\n\x1b[31m" + "y" * 100_000
+
+
+@pytest.mark.parametrize("name", ["blk.0.attn_q.weight\0", "a\x1b[2J", "a\nb", "n" * 65, "层" * 22, STRANGE])
+def test_names_of_tensors_that_no_reader_could_show_or_hold_are_damage(tmp_path, name):
+    path = write_gguf(tmp_path / "m.gguf", "llama", llama_layout(state_dict(1)) | {name: np.zeros(4)})
+    message = refusal(path)
+    assert message.isprintable()
+    assert len(message) < 400
+    assert "holds control characters" in message or f"has {len(name.encode('utf-8'))} bytes, more than 64" in message
+
+
+def test_a_tensor_name_of_64_bytes_is_in_the_format(tmp_path):
+    path = write_gguf(tmp_path / "m.gguf", "llama", llama_layout(state_dict(1)) | {"n" * 64: np.zeros(4)})
+    assert "n" * 64 in open_checkpoint(str(path)).tensors
+
+
+@pytest.mark.parametrize(
+    ("arch", "metadata"),
+    [
+        ("llama", {"a\x1b[31m": 1}),
+        ("llama", {"k" * 65536: 1}),
+        (STRANGE, {}),
+        ("llama", {"llama.attention.key_length": STRANGE}),
+        ("llama", {"llama.rope.scaling.type": STRANGE}),
+        ("llama", {"tokenizer.ggml.bos_token_id": STRANGE}),
+        ("llama", {"general.alignment": STRANGE}),
+    ],
+)
+def test_strange_metadata_is_refused_in_one_short_line(tmp_path, arch, metadata):
+    message = refusal(write_gguf(tmp_path / "m.gguf", arch, llama_layout(state_dict(1)), metadata=metadata))
+    assert message.isprintable()
+    assert len(message) < 400
+
+
+@pytest.mark.parametrize("name", ["n" * 64, "a\0b", "a\nb", "层" * 22])
+def test_names_that_llama_cpp_would_refuse_or_cut_are_not_written(tmp_path, name):
+    """ggml refuses a name of GGML_MAX_NAME = 64 bytes, and ends it at a NUL."""
+    path = tmp_path / "m.gguf"
+    with pytest.raises(UnsupportedError, match="GGUF cannot hold"):
+        GgufWriter(path, {}, [TensorEntry(name, Kind.F32, (4,))])
+    with pytest.raises(UnsupportedError, match="which GGUF cannot hold"):
+        GgufWriter(path, {f"{name}\n": 1}, [])
+    assert not path.exists()
+
+
+def test_names_as_long_as_llama_cpp_takes_them_are_written(tmp_path):
+    path, entry = tmp_path / "m.gguf", TensorEntry("n" * 63, Kind.F32, (4,))
+    with GgufWriter(path, {"general.name": "\udce8\udcb5\udc84"}, [entry]) as writer:  # 资, read in a C locale
+        writer.append(entry, [torch.arange(4.0)])
+        writer.finish()
+    reader = gguf.GGUFReader(path)
+    assert reader.tensors[0].name == "n" * 63
+    assert reader.tensors[0].data.tolist() == [0, 1, 2, 3]
+    assert reader.fields["general.name"].contents() == "资"
 
 
 def test_folders_with_gguf_files(tmp_path, whole):
