@@ -25,8 +25,8 @@ from cann_llm_quant.checkpoint.source_quant import is_quantized_tensor, quantiza
 from cann_llm_quant.errors import UnsupportedError
 from cann_llm_quant.export.ascend_description import is_described
 from cann_llm_quant.export.ascend_reader import AscendReader
-from cann_llm_quant.export.auto_round_reader import METHOD as AUTO_ROUND
-from cann_llm_quant.export.auto_round_reader import OLD_METHOD as OLD_AUTO_ROUND
+from cann_llm_quant.export.auto_round_config import METHOD as AUTO_ROUND
+from cann_llm_quant.export.auto_round_config import OLD_METHOD as OLD_AUTO_ROUND
 from cann_llm_quant.export.auto_round_reader import auto_round_reader
 from cann_llm_quant.export.awq_reader import AwqReader
 from cann_llm_quant.export.compressed_tensors_reader import CompressedTensorsReader

@@ -14,6 +14,7 @@ from cann_llm_quant.export.verify import verify
 from cann_llm_quant.quant.scheme import Scheme
 
 GOLDENS = Path(__file__).resolve().parents[1] / "data/goldens/gptqmodel"
+AUTO_ROUND = GOLDENS.with_name("auto_round")
 Q, OUT = (f"model.layers.0.self_attn.{name}_proj" for name in "qo")
 
 
@@ -59,3 +60,33 @@ def test_c20_folders_of_gptqmodel_pass_and_scattered_columns_need_desc_act(tmp_p
             file.write_text(file.read_text(encoding="utf-8").replace('"desc_act": true', '"desc_act": false'), "utf-8")
     lines = [fault.line() for fault in verify(str(out)).findings.faults]
     assert any("g_idx scatters the columns" in line for line in lines)
+
+
+DOWN = "model.layers.0.mlp.down_proj"
+AUTO_ROUND_CASES: list[tuple[str, dict[str, Any], list[str]]] = [
+    ("auto-round-mixed", {}, []),
+    ("auto-round-v2-w2", {}, []),
+    ("auto-round-v2-w5", {}, []),
+    ("auto-round-mixed", {"bits": 8}, ["are not those of the tensors of"]),
+    (
+        "auto-round-mixed",
+        {"extra_config": {"down": {"bits": 8}, "o_proj": {"bits": 16}}},
+        ["self_attn.k_proj (int4-"],
+    ),
+    ("auto-round-mixed", {"extra_config": {"down": {"bits": 8}, "k_proj": {"group_size": 16}}}, [f"float: {OUT};"]),
+    ("auto-round-v2-w2", {"extra_config": {".*down.*": {"bits": 16}}}, [f"stored in codes: {DOWN};"]),
+    ("auto-round-v2-w2", {"group_size": 16}, ["are not those of the tensors of"]),
+    ("awq", {"quant_method": "auto-round", "packing_format": "auto_round:auto_awq"}, []),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "words"), AUTO_ROUND_CASES, ids=lambda v: str(v)[:40])
+def test_the_section_of_auto_round(tmp_path: Path, name: str, change: dict[str, Any], words: list[str]) -> None:
+    """Its own files pass; what its loader would allocate otherwise is named."""
+    out = Path(shutil.copytree(AUTO_ROUND / name, tmp_path / "out"))
+    config = json.loads((out / "config.json").read_text(encoding="utf-8"))
+    config["quantization_config"] |= change
+    (out / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    faults = verify(str(out)).findings.faults
+    lines = [line for fault in faults if "quantization_config" in (line := fault.line())]
+    assert [word in line for word, line in zip(words, lines, strict=True)] == [True] * len(words), lines
