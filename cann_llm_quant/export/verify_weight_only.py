@@ -90,9 +90,10 @@ def _check_auto_round(
     _add(section, wrong, "bits or group_size are not those of the tensors of", findings)
     blocks = section.values.get("block_name_to_quantize")
     starts = tuple(name.strip() for name in blocks.split(",")) if isinstance(blocks, str) else ("",)
-    floats = (spec.module for layer in arch.layers for spec in layer.linears if spec.quantizable)
-    unnamed = [m for m in floats if m.startswith(starts) and _is_float(inner, m) and (config.bits(m) or 0) < FLOAT_BITS]
-    _add(section, unnamed, "extra_config lacks linears that are stored in float", findings)
+    floats = [s.module for layer in arch.layers for s in layer.linears if s.quantizable and s.module.startswith(starts)]
+    floats += [module for module in config.named if module not in floats]
+    unnamed = [m for m in floats if _is_float(inner, m) and (config.bits(m) or 0) < FLOAT_BITS]
+    _add(section, unnamed, "bits are said of linears that are stored in float", findings)
 
 
 def _fits(size: int | None, linear: StoredLinear) -> bool:

@@ -74,6 +74,7 @@ AUTO_ROUND_CASES: list[tuple[str, dict[str, Any], list[str]]] = [
         ["self_attn.k_proj (int4-"],
     ),
     ("auto-round-mixed", {"extra_config": {"down": {"bits": 8}, "k_proj": {"group_size": 16}}}, [f"float: {OUT};"]),
+    ("auto-round-v2-w2", {"extra_config": {"model.embed_tokens": {"bits": 8}}}, ["float: model.embed_tokens;"]),
     ("auto-round-v2-w2", {"extra_config": {".*down.*": {"bits": 16}}}, [f"stored in codes: {DOWN};"]),
     ("auto-round-v2-w2", {"group_size": 16}, ["are not those of the tensors of"]),
     ("awq", {"quant_method": "auto-round", "packing_format": "auto_round:auto_awq"}, []),
