@@ -109,12 +109,11 @@ class CompressedTensorsReader:
         linear = self.linears[module]
         stored = self._load(module, WEIGHT_SUFFIXES)
         index = stored.pop(f"{module}.weight_g_idx", None)
-        known = as_native(module, stored, linear.scheme, linear.shape, dense=self._config.dense)
-        weight = native.decode(module, known, linear.scheme)
-        _check_range(module, weight)
-        if index is None:
-            return weight
-        return replace(weight, group_index=group_indices(module, index, weight))
+        with native.read_from(self._checkpoint.path):
+            known = as_native(module, stored, linear.scheme, linear.shape, dense=self._config.dense)
+            weight = native.decode(module, known, linear.scheme)
+            _check_range(module, weight)
+            return weight if index is None else replace(weight, group_index=group_indices(module, index, weight))
 
     def inputs(self, module: str) -> InputQuantizer | None:
         """How a linear's input is quantized. Raises CheckpointError when a stored range cannot be used."""

@@ -23,6 +23,7 @@ from cann_llm_quant.export import native
 from cann_llm_quant.export.kv_section import KvCache
 from cann_llm_quant.export.layout import StoredLinear
 from cann_llm_quant.export.native_inputs import decode_inputs
+from cann_llm_quant.export.weight_only import finite
 from cann_llm_quant.models.config_fields import ConfigFields
 from cann_llm_quant.quant.activations import InputQuantizer
 from cann_llm_quant.quant.ranges import SCALE_DTYPES
@@ -113,8 +114,9 @@ class Fp8Reader:
         """A linear in its stored codes. Raises CheckpointError when codes or scales hold NaN or infinity."""
         linear = self.linears[module]
         weight, scale = (self._checkpoint.load(name) for name in linear.tensors[:2])
-        stored = {f"{module}.weight": weight, f"{module}.weight_scale": _as_native(linear, scale)}
-        return native.decode(module, stored, linear.scheme)
+        with native.read_from(self._checkpoint.path):
+            stored = {f"{module}.weight": weight, f"{module}.weight_scale": _as_native(linear, scale)}
+            return native.decode(module, stored, linear.scheme)
 
     def inputs(self, module: str) -> InputQuantizer | None:
         """How the input of one linear is quantized. Raises CheckpointError when a stored range cannot be used."""
@@ -177,6 +179,4 @@ def _strategy(scale: tuple[int, ...], shape: tuple[int, int]) -> Strategy | None
 def _as_native(linear: StoredLinear, scale: Tensor) -> Tensor:
     """Scales in float32 and two dimensions, finite. Raises CheckpointError."""
     values = scale.to(torch.float32) if scale.dtype == torch.float8_e8m0fnu else scale
-    if not bool(values.isfinite().all()):
-        raise CheckpointError(f"{linear.tensors[1]} holds NaN or infinity; the file is damaged")
-    return values.reshape(linear.scheme.scale_shape(*linear.shape))
+    return finite(linear.tensors[1], values).reshape(linear.scheme.scale_shape(*linear.shape))

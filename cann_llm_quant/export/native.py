@@ -22,15 +22,19 @@ own, equal to the embedding's, because transformers ties no scales.
 One scale per tensor is written as one per row in `pack-quantized`, whose readers know no other.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from cann_llm_quant.errors import CheckpointError
+from cann_llm_quant.export.weight_only import finite
 from cann_llm_quant.quant.bit_stream import BitStream, as_bytes, as_words
 from cann_llm_quant.quant.pack import pack_int32, pack_pairs, packed_length, unpack_int32, unpack_pairs
+from cann_llm_quant.quant.ranges import SCALE_DTYPES
 from cann_llm_quant.quant.scheme import ActivationScheme, QuantizedTensor, Scheme
 
 Layout = Literal[
@@ -145,6 +149,15 @@ def decode(module: str, tensors: Mapping[str, Tensor], scheme: Scheme) -> Quanti
     return QuantizedTensor(codes, scale, zeros, scheme, divisor)
 
 
+@contextmanager
+def read_from(path: Path) -> Iterator[None]:
+    """Let a CheckpointError of the block inside begin with the folder that the tensors are from."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+
+
 def _decode_packed(module: str, tensors: Mapping[str, Tensor], scheme: Scheme) -> QuantizedTensor:
     packed = _tensor(module, tensors, "weight_packed", torch.int32)
     shape = _tensor(module, tensors, "weight_shape", torch.int64)
@@ -154,9 +167,8 @@ def _decode_packed(module: str, tensors: Mapping[str, Tensor], scheme: Scheme) -
     bits = scheme.bits
     packed = _shaped(module, "weight_packed", packed, (out, packed_length(columns, bits)))
     groups = _scale_shape(module, scheme, (out, columns))[1]
-    scale = _finite(
-        module, _shaped(module, "weight_scale", _tensor(module, tensors, "weight_scale", None), (out, groups))
-    )
+    scale = _tensor(module, tensors, "weight_scale", None)
+    scale = _finite(module, _shaped(module, "weight_scale", scale, (out, groups)))
     zeros = None
     if not scheme.symmetric:
         stored = _tensor(module, tensors, "weight_zero_point", torch.int32)
@@ -188,18 +200,17 @@ def _loaded_scale(
 
 
 def _finite(module: str, scale: Tensor) -> Tensor:
-    if not bool(scale.isfinite().all()):
-        raise CheckpointError(f"{module}: weight_scale holds NaN or infinity; the file is damaged")
-    return scale
+    return finite(f"{module}.weight_scale", scale)
 
 
 def _tensor(module: str, tensors: Mapping[str, Tensor], suffix: str, dtype: torch.dtype | None) -> Tensor:
-    """One stored tensor, of `dtype` (None: a float type)."""
+    """One stored tensor, of `dtype` (None: one of those that scales have)."""
     tensor = tensors.get(f"{module}.{suffix}")
     if tensor is None:
         raise CheckpointError(f"{module}: tensor {module}.{suffix} is missing; the linear cannot be read")
-    if tensor.dtype != dtype and (dtype is not None or not tensor.is_floating_point()):
-        raise CheckpointError(f"{module}: {suffix} is {tensor.dtype}, expected {dtype or 'a float type'}")
+    if tensor.dtype != dtype and (dtype is not None or tensor.dtype not in SCALE_DTYPES):
+        expected = dtype or "a float type of 16 or 32 bits"
+        raise CheckpointError(f"{module}: {suffix} is {tensor.dtype}, expected {expected}")
     return tensor
 
 

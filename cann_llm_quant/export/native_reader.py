@@ -32,6 +32,8 @@ class NativeReader:
 
     def __init__(self, checkpoint: Checkpoint, inference: InferenceConfig) -> None:
         self._checkpoint, self.inference = checkpoint, inference
+        # of what `quantize` chose itself scales are positive; those of other tools' models have either sign
+        self._converted = "converted_from" in inference.provenance.recipe
         self.tied: Mapping[str, str] = inference.weights.tied
         self.kv_cache: KvCache = inference.kv_cache
         self.linears: Mapping[str, StoredLinear] = {
@@ -81,10 +83,14 @@ class NativeReader:
         return named if named in SCALE_DTYPES else torch.float32
 
     def quantized(self, module: str) -> QuantizedTensor:
-        """A linear in its stored codes. Raises CheckpointError as `native.decode` does."""
+        """A linear in its stored codes. Raises CheckpointError for damaged tensors, naming them and the folder."""
         linear = self.linears[module]
         stored = {name: self._checkpoint.load(name) for name in linear.tensors if not _of_input(name)}
-        return native.decode(module, stored, linear.scheme)
+        with native.read_from(self._checkpoint.path):
+            weight = native.decode(module, stored, linear.scheme)
+            if not self._converted and weight.scale.numel() and bool(weight.scale.amin() < 0):
+                raise CheckpointError(f"{module}.weight_scale is negative in places; the file is damaged")
+        return weight
 
     def inputs(self, module: str) -> InputQuantizer | None:
         """How a linear's input is quantized. Raises CheckpointError as `decode_inputs` does."""

@@ -22,6 +22,7 @@ from torch.nn import functional
 from cann_llm_quant.models.attention import CausalAttend
 from cann_llm_quant.models.decoder import DecoderLayer, DenseLinear, LinearOp
 from cann_llm_quant.quant.number_formats import to_values
+from cann_llm_quant.quant.ranges import rounded_to
 from cann_llm_quant.quant.scheme import QuantizedTensor
 
 BATCH = 2
@@ -60,7 +61,8 @@ class _ScaledLinear:
 
     def stored(self) -> QuantizedTensor:
         scale = self.quantized.scale.to(torch.float32) * (1 + self.change.detach().squeeze(-1))
-        return replace(self.quantized, scale=scale.to(self.quantized.scale.dtype))
+        dtype = self.quantized.scale.dtype
+        return replace(self.quantized, scale=rounded_to(scale, dtype).to(dtype))  # positive after any number of steps
 
     def __call__(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
         return functional.linear(x, self.weight, self.bias)

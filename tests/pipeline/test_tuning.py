@@ -11,7 +11,7 @@ from cann_llm_quant.checkpoint import open_checkpoint
 from cann_llm_quant.models import arch_from_checkpoint
 from cann_llm_quant.models.decoder import DecoderLayer, DenseLinear
 from cann_llm_quant.models.weights import build_layer, load_layer
-from cann_llm_quant.pipeline.tuning import tune_layer
+from cann_llm_quant.pipeline.tuning import _ScaledLinear, tune_layer
 from cann_llm_quant.quant import rtn
 from cann_llm_quant.quant.scheme import QuantizedTensor, Scheme
 
@@ -81,3 +81,15 @@ def test_what_does_not_help_on_held_out_windows_is_not_kept(tmp_path: Path) -> N
 def test_too_few_windows_change_nothing(tmp_path: Path, windows: int) -> None:
     case = Case(tmp_path)
     assert tune_layer(case.running, case.weights, case.dtypes, case.pair, windows, steps=3, seed=0) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_scales_stay_positive_whatever_the_steps_made_of_them(dtype: torch.dtype) -> None:
+    weight = rtn.solve(torch.ones(2, 64), Scheme("int4", True, "group", 32), dtype)
+    linear = _ScaledLinear(weight, None)
+    with torch.no_grad():
+        linear.change.copy_(torch.tensor([[-2.0, -1.0], [1e38, 0.5]]).unsqueeze(-1))
+    stored = linear.stored().scale
+    assert stored.dtype == dtype
+    assert bool(((stored > 0) & stored.isfinite()).all())
+    assert stored[1, 1] == (1.5 * weight.scale[1, 1].float()).to(dtype)
