@@ -60,6 +60,7 @@ class FusedLayout:
     `modules` maps a module below `layer_prefix` + number to its name below `model.layers.` + number, or to the parts
     that it fuses; `outer` maps whole names of tensors outside the layers. Whatever they do not name keeps its name.
     `read` raises InputError's kinds for configs that are damaged, or that describe a model which no plain family is.
+    Where only some models of the type are stored so, `mark` is a part of a tensor's name that only those have.
     """
 
     model_type: str
@@ -67,6 +68,7 @@ class FusedLayout:
     modules: Mapping[str, str | Fused] = field(default_factory=dict)
     outer: Mapping[str, str] = field(default_factory=dict)
     layer_prefix: str = "model.layers."
+    mark: str = ""
 
 
 def blocks(sizes: Sizes) -> tuple[Rows, ...]:

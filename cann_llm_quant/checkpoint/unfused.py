@@ -91,7 +91,8 @@ def unfused(checkpoint: Checkpoint) -> Checkpoint:
     """
     model_type = checkpoint.config.get("model_type")
     layout = known_layouts().get(model_type) if isinstance(model_type, str) else None
-    opened = UnfusedCheckpoint(checkpoint, layout) if layout else checkpoint
+    applies = layout is not None and any(layout.mark in name for name in checkpoint.tensors)
+    opened = UnfusedCheckpoint(checkpoint, layout) if layout and applies else checkpoint
     left = next((name for name in opened.tensors if _is_fused(name)), None)
     if left is not None:
         raise UnsupportedError(

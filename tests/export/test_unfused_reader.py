@@ -1,13 +1,16 @@
 """Quantized sources with fused matrices: every part has the codes that it would have had alone."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from encoded_folders import save_encoded
 from native_folders import round_weight, save_native
 from safetensors.torch import load_file, save_file
+from tiny_models import save_tiny
 
 from cann_llm_quant.errors import UnsupportedError
 from cann_llm_quant.export import awq, gptq
@@ -133,3 +136,35 @@ def test_qwen_1_with_biases_as_gptq_and_awq_store_it(tmp_path: Path, method: str
             assert torch.equal(actual.dequantize(), weight.dequantize()[rows])
             assert torch.equal(actual.codes, weight.codes[rows])
             assert torch.equal(source.load(f"{own}.bias"), bias[rows])
+
+
+@pytest.mark.parametrize("block", ["mlp", "block_sparse_moe"])
+def test_experts_of_mixtral_under_the_names_of_peers(tmp_path: Path, block: str) -> None:
+    """`mlp` as GPTQModel has it, `block_sparse_moe` as AutoRound; patterns in the config are of those names too."""
+
+    def scheme_of(module: str) -> Scheme | None:
+        return Scheme("int4", not module.endswith("w2"), "group", 32) if ".experts." in module else None
+
+    source = save_tiny(tmp_path / "float", "mixtral", num_hidden_layers=1, num_local_experts=2)
+    own, _ = save_encoded(source, tmp_path / "own", gptq.GptqEncoder(2), scheme_of)
+    peer = Path(shutil.copytree(tmp_path / "own", tmp_path / "peer"))
+    parts = {".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj."}
+    state = {}
+    for name, tensor in load_file(peer / "model.safetensors").items():
+        for part, other in parts.items():
+            name = name.replace("block_sparse_moe", block).replace(part, other)
+        state[name] = tensor
+    save_file(state, peer / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((peer / "config.json").read_text(encoding="utf-8"))
+    config["quantization_config"] |= {"dynamic": {r"+:.*\.down_proj$": {"sym": False}}}
+    (peer / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    (peer / "quantize_config.json").unlink()
+    with open_source(str(peer)) as found, open_source(str(tmp_path / "own")) as expected:
+        assert isinstance(found, PackedCheckpoint)
+        assert isinstance(expected, PackedCheckpoint)
+        assert set(found.tensors) == set(expected.tensors)
+        assert found.modules == set(own.schemes)
+        for module, own_scheme in own.schemes.items():
+            assert found.quantized(module).scheme == own_scheme
+            assert torch.equal(found.quantized(module).dequantize(), expected.quantized(module).dequantize())
+        assert arch_from_checkpoint(found) == arch_from_checkpoint(expected)

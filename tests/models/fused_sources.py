@@ -118,6 +118,18 @@ def chatglm(state: State, kv_heads: int) -> State:
     return fused
 
 
+def mixtral(state: State, kv_heads: int) -> State:
+    """As GPTQModel writes it."""
+    own = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+    renamed = {}
+    for name, tensor in state.items():
+        name = name.replace("block_sparse_moe", "mlp")
+        for part in own:
+            name = name.replace(f".{part}.", f".{own[part]}.")
+        renamed[name] = tensor
+    return renamed
+
+
 def unchanged(state: State, kv_heads: int) -> State:
     return state
 
@@ -187,6 +199,14 @@ SOURCES: dict[str, tuple[str, dict[str, Any], Fuse, dict[str, Any]]] = {
         {},
         unchanged,
         LLAMA | {"num_key_value_heads": 2, "head_dim": 12, "attention_bias": True, "architectures": ["GlmForCausalLM"]},
+    ),
+    "mixtral": (
+        "mixtral",
+        {},
+        mixtral,
+        LLAMA
+        | {"num_key_value_heads": 2, "head_dim": 10, "num_local_experts": 5, "num_experts_per_tok": 3}
+        | {"rms_norm_eps": 1e-5, "rope_theta": 1e6},
     ),
     "phi3": ("llama", {"head_dim": 6}, phi3, LLAMA | {"num_key_value_heads": 2, "sliding_window": None}),
 }
