@@ -7,7 +7,7 @@ import typer
 
 from cann_llm_quant.cli.options import Debug, Json
 from cann_llm_quant.cli.progress import Step, show_progress
-from cann_llm_quant.cli.terminal import Reply, print_facts, printable
+from cann_llm_quant.cli.terminal import Reply, one_line, print_facts, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -88,9 +88,9 @@ def draw(console: "Console", result: "Verification", loaded: "Loaded | None") ->
     if result.errors:
         draw_errors(console, result)
     for text in result.findings.remarks:
-        console.print(f"note: {printable(text)}", soft_wrap=True)
+        console.print(f"note: {one_line(text)}", soft_wrap=True)
     for fault in result.findings.faults:
-        console.print(f"wrong: {printable(fault.line())}", style="red", soft_wrap=True)
+        console.print(f"wrong: {one_line(fault.line())}", style="red", soft_wrap=True)
     count = len(result.findings.faults)
     console.print("nothing wrong was found" if not count else f"{count} {'fault' if count == 1 else 'faults'} found")
 

@@ -1,9 +1,11 @@
 """The command `verify`: exit codes, the JSON object, and what people read."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import save_text, save_tiny
 
@@ -72,6 +74,20 @@ def test_a_fault_is_one_line_and_exit_1(
     answer = json.loads(capsys.readouterr().out)
     assert answer["status"] == "failed"
     assert {"what", "where", "advice"} == answer["findings"][0].keys()
+
+
+def test_a_fault_is_one_line_whatever_a_tensor_is_called(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(model, tmp_path / "m"))
+    tensors = load_file(folder / "model.safetensors")
+    tensors["a\n\x1b[2Jb.weight"] = torch.full((4, 4), float("nan"))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert main(["verify", str(folder)]) == 1
+    out = capsys.readouterr().out
+    (fault,) = [line for line in out.splitlines() if line.startswith("wrong: ")]
+    assert "NaN" in fault
+    assert "\x1b" not in out
 
 
 def test_what_is_not_there_is_exit_2(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
