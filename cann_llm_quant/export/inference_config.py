@@ -203,7 +203,7 @@ def load_inference_config(folder: Path) -> InferenceConfig:
         document = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{folder} has no {FILE_NAME}; it was not written by cann-llm-quant quantize") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
     version = document.get("format_version") if isinstance(document, dict) else None
     if version != 1:

@@ -16,17 +16,34 @@ from typing import Any
 import torch
 
 from cann_llm_quant.checkpoint.base import Checkpoint
+from cann_llm_quant.checkpoint.files import file_names
+from cann_llm_quant.checkpoint.gguf_reader import is_gguf_file
 from cann_llm_quant.checkpoint.hub import locate
+from cann_llm_quant.errors import CheckpointError
 from cann_llm_quant.export.kv_cache import kv_plan
 from cann_llm_quant.export.packed import open_source
 from cann_llm_quant.export.packed_checkpoint import PackedCheckpoint
-from cann_llm_quant.export.verify_config import check_config, check_description, check_documents, check_ignored
-from cann_llm_quant.export.verify_files import check_index, check_links, check_shards, check_sums, check_unread
+from cann_llm_quant.export.verify_config import (
+    check_config,
+    check_description,
+    check_documents,
+    check_ignored,
+    remark_unused,
+)
+from cann_llm_quant.export.verify_files import (
+    check_entries,
+    check_index,
+    check_links,
+    check_shards,
+    check_sums,
+    check_unread,
+)
 from cann_llm_quant.export.verify_findings import Findings, Tick
 from cann_llm_quant.export.verify_json import check_json_files
 from cann_llm_quant.export.verify_onnx import check_onnx, onnx_files
-from cann_llm_quant.export.verify_origin import compare_architectures, compare_tokenizers
+from cann_llm_quant.export.verify_origin import compare_architectures, compare_configs, compare_tokenizers
 from cann_llm_quant.export.verify_rotation import compare_lengths, is_rotated, rotated_alike
+from cann_llm_quant.export.verify_section import check_section
 from cann_llm_quant.export.verify_tokens import check_token_ids, check_tokenizer_files
 from cann_llm_quant.export.verify_weight_only import check_weight_only
 from cann_llm_quant.export.verify_weights import WeightError, check_numbers, compare_weights
@@ -64,7 +81,7 @@ def verify(model: str, against: str | None = None, *, tick: Tick = lambda done, 
     `tick` is told of progress. Raises InputError's kinds only where `model` or `against` cannot be found or `against`
     cannot be opened; everything else is a finding.
     """
-    result = Verification(locate(model))
+    result = Verification(_openable(locate(model)))
     if against is None:
         _examine(result, None, tick)
     else:
@@ -72,6 +89,18 @@ def verify(model: str, against: str | None = None, *, tick: Tick = lambda done, 
             _examine(result, source, tick)
     tick(1, 1, "")
     return result
+
+
+def _openable(path: Path) -> Path:
+    """`path`, where it may be a model at all. Raises CheckpointError otherwise: a slip, and no damaged output."""
+    model = path.is_file() and (path.suffix == ".onnx" or is_gguf_file(path))
+    if not model and not path.is_dir():
+        raise CheckpointError(
+            f"{path} is neither a folder nor a GGUF or ONNX file; pass the folder that holds config.json"
+        )
+    if path.is_dir() and not file_names(path):
+        raise CheckpointError(f"{path} holds no files; pass the folder that holds config.json")
+    return path
 
 
 def _examine(result: Verification, source: Checkpoint | None, tick: Tick) -> None:
@@ -95,6 +124,7 @@ def _examine(result: Verification, source: Checkpoint | None, tick: Tick) -> Non
 def _examine_files(result: Verification, tick: Tick) -> int:
     path, findings = result.path, result.findings
     check_json_files(path, findings)
+    check_entries(path, findings)
     check_links(path, findings)
     shards = check_shards(path, findings)
     check_index(path, shards, findings)
@@ -130,6 +160,7 @@ def _examine_config(result: Verification, ours: Checkpoint) -> Arch | None:
     if isinstance(ours, PackedCheckpoint):
         result.layout = ours.reader.layout
         result.schemes = dict(Counter(linear.scheme.label() for linear in ours.reader.linears.values()))
+        check_section(ours, findings)
         check_documents(ours, findings)
     else:
         result.layout = "float"
@@ -138,6 +169,7 @@ def _examine_config(result: Verification, ours: Checkpoint) -> Arch | None:
         check_tokenizer_files(inner.path, findings)
     with findings.caught(f"{inner.path}/config.json"):
         arch = arch_from_checkpoint(ours)
+        remark_unused(ours, arch, findings)
         check_ignored(inner, arch, findings)
         check_token_ids(inner, arch, findings)
         if isinstance(ours, PackedCheckpoint):
@@ -156,6 +188,7 @@ def _compare(result: Verification, ours: Checkpoint, source: Checkpoint, arch: A
         whole = not gguf and ours.path.is_dir() and source.path.is_dir()
         compare_architectures(arch, other, findings, whole=whole)
         if whole:
+            compare_configs(ours.config, source.config, findings)
             compare_tokenizers(ours, source, findings)
         if is_rotated(ours, source, other):
             rotated = rotated_alike(ours, source, other)

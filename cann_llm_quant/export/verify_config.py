@@ -20,6 +20,7 @@ from cann_llm_quant.export.native_reader import NativeReader
 from cann_llm_quant.export.packed_checkpoint import PackedCheckpoint
 from cann_llm_quant.export.verify_files import is_inside
 from cann_llm_quant.export.verify_findings import Findings, listed
+from cann_llm_quant.models import unclaimed
 from cann_llm_quant.models.arch import Arch
 from cann_llm_quant.models.config_fields import ConfigFields
 from cann_llm_quant.models.rope_config import rope_from_config
@@ -27,9 +28,10 @@ from cann_llm_quant.quant.ranges import SCALE_DTYPES
 from cann_llm_quant.quant.scheme import Scheme
 from cann_llm_quant.shown import shown, shown_name
 
-_LAYER = re.compile(r"(?:^|.*\.)(?:layers|h|blocks)\.(\d+)\.")
+_LAYER = re.compile(r"(?:^|.*\.)(?:layers|h|blocks)\.(\d{1,9})\.")
 _DESCRIPTION = "quant_model_description"
 _METHOD = "compressed-tensors"
+_PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 _PREDICTION = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 
 
@@ -108,6 +110,23 @@ def _check_layers(inner: Checkpoint, fields: ConfigFields, findings: Findings) -
 def _layer_of(name: str) -> int:
     match = _LAYER.match(name)
     return int(match[1]) if match else -1
+
+
+def remark_unused(checkpoint: Checkpoint, arch: Arch, findings: Findings) -> None:
+    """Tensors that the architecture has no place for, such as misspelt ones, and pickled weights beside the others."""
+    head = f"{arch.head_module}.weight"
+    names = [
+        name
+        for name in unclaimed(arch, checkpoint.tensors)
+        if not is_kv_scale(name) and not name.endswith("rotary_emb.inv_freq") and not (arch.tied_head and name == head)
+    ]
+    if names:
+        findings.remark(f"{len(names)} tensors have no place in the architecture: {listed(names)}")
+    pickled = [n for n in file_names(checkpoint.path) if n.endswith(_PICKLED)] if checkpoint.path.is_dir() else []
+    if pickled:
+        findings.remark(
+            f"pickled files, which may run code where they are loaded, were not looked into: {listed(pickled)}"
+        )
 
 
 def check_ignored(inner: Checkpoint, arch: Arch, findings: Findings) -> None:

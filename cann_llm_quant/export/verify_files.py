@@ -19,6 +19,7 @@ from cann_llm_quant.shown import shown
 
 _INDEX = ".safetensors.index.json"
 _SUM_LINE = re.compile(r"(?P<sum>[0-9a-f]{64}) [ *](?P<name>.+)")
+_FILES = (".json", ".safetensors", ".gguf", ".onnx", ".bin", ".model")
 _AGAIN = "fetch or write the file again"
 
 
@@ -38,6 +39,16 @@ def check_shards(folder: Path, findings: Findings) -> dict[str, dict[str, Tensor
             if other != file:
                 findings.add(name, f"is in both {other} and {file}", "remove the file that is stale")
     return shards
+
+
+def check_entries(folder: Path, findings: Findings) -> None:
+    """What takes the place of a file: pipes and devices, also behind links, and folders with a file's name."""
+    for path in sorted(folder.iterdir()):
+        if path.is_dir():
+            if path.name.endswith(_FILES) or path.name == SUMS_NAME:
+                findings.add(str(path), "is a folder where a file of this name is expected", "remove it")
+        elif path.exists() and not path.is_file():
+            findings.add(str(path), "is no file but a pipe, a socket or a device, at which readers hang", "remove it")
 
 
 def check_links(folder: Path, findings: Findings) -> None:

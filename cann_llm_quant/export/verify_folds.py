@@ -10,13 +10,15 @@ both, or it would call every smoothed weight wrong:
     producer is a linear    rows of v, up: r_i = <w_out_i, w_i> / <w_i, w_i>, and columns of o, down: 1 / r
     q, k                    rows r rounded to powers of two
 
-Gains alone do not tell a fold from damage: what was taken from a gain must be found in the columns of every linear that
-reads it. With e = rows * w_source * columns, summed over a site's linears, column j of w_out has
+Factors alone do not tell a fold from damage: what was taken from a gain, or given to a row of v or up, must be found in
+the columns of every linear that reads it. With e = rows * w_source * columns, summed over a site's linears, column j of
+w_out has
 
     slope t = <w_out, e> / <e, e>,    noise r = max(|w_out - t e|, median of |w_out - e| over the columns nearby) / |e|
 
 and a gain that is off by itself leaves t where it should be 1. Columns of one group share their steps and so their
-noise; where that is loud (r > 0.3) a column tells nothing, as it may have become 0 as a whole. In sound outputs |t - 1|
+noise; where that is loud (r > 0.3) a column tells nothing, as it may have become 0 as a whole, nor does a row of v or
+up. In sound outputs |t - 1|
 was never more than 1.1 r (docs/verify.md).
 
 The factor of a row is taken for 1 unless the rows' factors spread wider than rounding noise explains. A scale that was
@@ -46,12 +48,14 @@ _CAST = 0.02  # the least that is noticed
 class LayerFolds:
     """The factors of one layer as its linears are gone through, sites in their order.
 
-    `rows` has those that consumers undo, by role; `by_module` those of any linear.
+    `rows` has those that consumers undo, by role, `loud` which of those rows noise hides; `by_module` has the factors
+    of any linear.
     """
 
     arch: Arch
     layer: Layer
     rows: dict[str, Tensor] = field(default_factory=dict)
+    loud: dict[str, Tensor] = field(default_factory=dict)
     by_module: dict[str, Tensor] = field(default_factory=dict)
 
     def columns(self, site: Site, ours: Checkpoint, source: Checkpoint) -> Float[Tensor, "in"] | None:
@@ -67,7 +71,7 @@ class LayerFolds:
         inverse = 1 / rows
         if producer.repeat == 1:
             return inverse
-        return inverse[tie_over_repeats(self.arch.num_kv_heads, producer.repeat, self.arch.head_dim)]
+        return inverse[self._producing_rows(producer)]
 
     def _norm_factor(self, producer: Producer, ours: Checkpoint, source: Checkpoint) -> Float[Tensor, "in"] | None:
         _, before, after = self._gains(producer, ours, source)
@@ -82,13 +86,21 @@ class LayerFolds:
         before, after = (self.arch.norm_offset + c.load(name).to(torch.float32) for c in (source, ours))
         return name, before, after
 
-    def check_gain(
+    def check_undone(
         self, site: Site, slopes: "ColumnSlopes", ours: Checkpoint, source: Checkpoint, findings: Findings
     ) -> None:
-        """Whether what the gain of a site's norm lost was given to all columns that read it; a fault otherwise."""
-        if site.producer is None or site.producer.kind != "norm" or slopes.energy is None:
+        """Whether what the producer of a site lost was given to all columns that read it; a fault otherwise."""
+        if site.producer is None or slopes.energy is None:
             return
-        name, before, after = self._gains(site.producer, ours, source)
+        if site.producer.kind == "norm":
+            self._check_gain(site.producer, slopes, ours, source, findings)
+        elif site.producer.role in self.rows:
+            self._check_rows(site.producer, slopes, findings)
+
+    def _check_gain(
+        self, producer: Producer, slopes: "ColumnSlopes", ours: Checkpoint, source: Checkpoint, findings: Findings
+    ) -> None:
+        name, before, after = self._gains(producer, ours, source)
         if torch.equal(before, after):
             return
         wrong = slopes.off() | ((before == 0) != (after == 0)) | (before.sign() * after.sign() < 0)
@@ -100,6 +112,25 @@ class LayerFolds:
                 f"read them (channel {channel}: {float(before[channel]):.4g} became {float(after[channel]):.4g})",
                 "the norm or those columns are damaged; write the model again",
             )
+
+    def _check_rows(self, producer: Producer, slopes: "ColumnSlopes", findings: Findings) -> None:
+        rows = self.rows[producer.role]
+        feeding = torch.arange(len(rows)) if producer.repeat == 1 else self._producing_rows(producer)
+        wrong = slopes.off() & ~self.loud[producer.role][feeding]
+        if not bool(wrong.any()):
+            return
+        channel = int(wrong.nonzero()[0])
+        row = int(feeding[channel])
+        findings.add(
+            self.layer.linear(producer.role).module,
+            f"rows are {float(rows[row]):.3g} (row {row}) and other multiples of the source's, which "
+            f"{int(wrong.sum())} of {len(wrong)} columns that read them do not undo (column {channel})",
+            "scales of those rows or codes of those columns are damaged; write the model again",
+        )
+
+    def _producing_rows(self, producer: Producer) -> Tensor:
+        """The row of v that feeds each column of o."""
+        return tie_over_repeats(self.arch.num_kv_heads, producer.repeat, self.arch.head_dim)
 
     def take_rows(
         self, role: str, out: Float[Tensor, "out in"], expected: Float[Tensor, "out in"]
@@ -118,6 +149,7 @@ class LayerFolds:
             self.by_module[self.layer.linear(role).module] = rows
         if rows is not None and feeds:
             self.rows[role] = rows
+            self.loud[role] = _row_noise(out, expected, rows) > _TELLING
         return rows
 
 
@@ -159,6 +191,15 @@ def row_factors(out: Float[Tensor, "out in"], expected: Float[Tensor, "out in"])
     noise = torch.where(live, left / torch.where(live, energy, 1.0) / expected.shape[1], 0.0)
     spread = (factor - 1).square().mean().sqrt()
     return factor if bool(spread > _NOISE * noise.mean().sqrt()) and bool(spread > 1e-6) else None
+
+
+def _row_noise(
+    out: Float[Tensor, "out in"], expected: Float[Tensor, "out in"], rows: Float[Tensor, "out"]
+) -> Float[Tensor, "out"]:
+    """What is left of each row of `out` beside its multiple of `expected`, relative to that."""
+    scaled = expected * rows.unsqueeze(1)
+    left = (out - scaled).square().sum(1)
+    return (left / scaled.square().sum(1).clamp(min=torch.finfo(torch.float32).tiny)).sqrt()
 
 
 def _powers_of_two(rows: Float[Tensor, "out"]) -> Float[Tensor, "out"] | None:

@@ -20,14 +20,17 @@ from torch import Tensor
 
 from cann_llm_quant.checkpoint.base import Checkpoint
 from cann_llm_quant.export.verify_findings import Findings, listed
+from cann_llm_quant.export.verify_tokens import ids
 from cann_llm_quant.models.arch import Arch, Layer
+from cann_llm_quant.shown import shown
 
 _SAME = 1e-5  # relative; GGUF holds float32
 _CAST = 2.0**-7  # of a number that was stored in bfloat16
 _FOLDED = 0.5  # relative, of what rounding leaves uncertain
 _AGAIN = "it must be equal; write the model again"
 _SIZES = ("num_heads", "num_kv_heads", "head_dim", "norm_offset", "rms_norm_eps", "activation", "num_layers")
-_TOKENIZER = ("tokenizer", "vocab", "merges", "special_tokens_map", "added_tokens")
+_TOKENIZER = ("tokenizer", "vocab", "merges", "special_tokens_map", "added_tokens", "chat_template", "additional_chat")
+_SPECIAL = ("bos_token_id", "eos_token_id")
 
 
 def compare_architectures(ours: Arch, source: Arch, findings: Findings, *, whole: bool) -> None:
@@ -57,7 +60,7 @@ def _same(mine: Any, theirs: Any) -> bool:
 
 
 def compare_tokenizers(ours: Checkpoint, source: Checkpoint, findings: Findings) -> None:
-    """The tokenizer's files byte for byte, where both have files of their own."""
+    """The tokenizer's files and chat templates byte for byte, where both have files of their own."""
     mine, theirs = (
         {name: data for name, data in one.companion_files().items() if name.startswith(_TOKENIZER)}
         for one in (ours, source)
@@ -67,6 +70,22 @@ def compare_tokenizers(ours: Checkpoint, source: Checkpoint, findings: Findings)
     for names, state in ((missing, "lacks the source's"), (changed, "differs from the source's in")):
         if names:
             findings.add("tokenizer", f"{state} {listed(names)}", "copy them, or text becomes other tokens")
+
+
+def compare_configs(ours: Mapping[str, Any], source: Mapping[str, Any], findings: Findings) -> None:
+    """What `config.json` says beside the decoder's map: where texts begin and end, and the class that is loaded."""
+    for name in _SPECIAL:
+        mine, theirs = ids(ours, name), ids(source, name)
+        if mine != theirs and theirs:
+            findings.add(
+                "config",
+                f"{name} is {shown(ours.get(name))}, the source's {shown(source.get(name))}",
+                "texts begin or end elsewhere; write the model again",
+            )
+    name = "architectures"
+    mine, theirs = ids(ours, name), ids(source, name)
+    if ours.get("model_type") == source.get("model_type") and mine and theirs and mine != theirs:
+        findings.add("config", f"{name} is {shown(mine)}, the source's {shown(theirs)}", "runtimes load another class")
 
 
 def compare_vectors(

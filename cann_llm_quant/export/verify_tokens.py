@@ -3,14 +3,14 @@
 An id that no row of the embedding has ends in an error at generation, or, for the end of text, in text without end.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from cann_llm_quant.checkpoint.base import Checkpoint
 from cann_llm_quant.checkpoint.companions import is_companion
 from cann_llm_quant.checkpoint.files import file_names, parse_json_object, read_bytes
-from cann_llm_quant.export.verify_findings import Findings
+from cann_llm_quant.export.verify_findings import Findings, listed
 from cann_llm_quant.models.arch import Arch
 from cann_llm_quant.shown import shown
 
@@ -32,22 +32,23 @@ def check_token_ids(inner: Checkpoint, arch: Arch, findings: Findings) -> None:
         with findings.caught(str(generation)):
             documents[str(generation)] = parse_json_object(read_bytes(generation), generation)
     for place, document in documents.items():
-        for name, value in _ids(document):
-            if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < arch.vocab_size:
-                continue
-            text = f"{name} is {shown(value)}, but the model has {arch.vocab_size} tokens"
-            if name == "pad_token_id":
+        for name in _NAMES:
+            wrong = [shown(value) for value in ids(document, name) if not _exists(value, arch.vocab_size)]
+            text = f"{name} is {listed(wrong)}, but the model has {arch.vocab_size} tokens"
+            if wrong and name == "pad_token_id":
                 findings.remark(f"{Path(place).name}: {text}")
-            else:
+            elif wrong:
                 findings.add(place, text, "correct the id by the tokenizer")
 
 
-def _ids(document: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for name in _NAMES:
-        value = document.get(name)
-        for one in value if isinstance(value, list) else [value]:
-            if one is not None:
-                yield name, one
+def ids(document: Mapping[str, Any], name: str) -> list[Any]:
+    """The ids that a config gives a kind of special token, of which there may be several; none where it is silent."""
+    value = document.get(name)
+    return [one for one in (value if isinstance(value, list) else [value]) if one is not None]
+
+
+def _exists(value: Any, vocabulary: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < vocabulary
 
 
 def check_tokenizer_files(folder: Path, findings: Findings) -> None:

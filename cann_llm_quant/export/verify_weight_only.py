@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cann_llm_quant.checkpoint.base import Checkpoint
+from cann_llm_quant.checkpoint.files import file_names, parse_json_object, read_bytes
 from cann_llm_quant.export.auto_round_config import FLOAT_BITS, METHOD, OLD_METHOD, AutoRoundConfig
 from cann_llm_quant.export.foreign_patterns import foreign_pattern
 from cann_llm_quant.export.layout import StoredLinear
@@ -33,6 +34,7 @@ def check_weight_only(checkpoint: PackedCheckpoint[Any], arch: Arch, findings: F
         section = ConfigFields(inner.config, where).section("quantization_config")
         if section is None:
             return
+        _check_side_files(section, inner.path, findings)
         if section.values.get("quant_method") in (METHOD, OLD_METHOD):
             _check_auto_round(section, inner, checkpoint.reader.linears, arch, findings)
         elif layout in ("gptq", "gptq_v2"):

@@ -22,7 +22,7 @@ from cann_llm_quant.export.packed_checkpoint import PackedCheckpoint
 from cann_llm_quant.export.to_float import FILE_NAME as FLOAT_FILE
 from cann_llm_quant.export.verify_findings import Findings, Tick, listed
 from cann_llm_quant.export.verify_folds import ColumnSlopes, LayerFolds
-from cann_llm_quant.export.verify_groups import check_codes, check_groups
+from cann_llm_quant.export.verify_groups import check_codes, check_groups, check_multiple, used_bits
 from cann_llm_quant.export.verify_origin import compare_vectors
 from cann_llm_quant.models.arch import Arch
 from cann_llm_quant.models.rotated_checkpoint import RotatedCheckpoint
@@ -134,7 +134,7 @@ def _pairs(
 ) -> Iterator[_Pair]:
     """Each matrix beside the source's; those of layers in float32.
 
-    Puts the factors of rows into `rows`, by module, and gains that their readers do not undo into `folds`.
+    Puts the factors of rows into `rows`, by module, and factors that their readers do not undo into `folds`.
     """
     outer = [arch.embedding_name.removesuffix(".weight")] + ([] if arch.tied_head else [arch.head_module])
     for module in outer:
@@ -161,7 +161,7 @@ def _pairs(
                     expected = expected if factor is None else expected * factor[:, None]
                     slopes.add(out, expected)
                     yield _Pair(module, out, expected, weight)
-            layer_folds.check_gain(site, slopes, ours, source, folds)
+            layer_folds.check_undone(site, slopes, ours, source, folds)
 
 
 def _ours(module: str, ours: Checkpoint) -> tuple[Float[Tensor, "out in"], QuantizedTensor | None]:
@@ -204,13 +204,19 @@ def _compared(pair: _Pair, codes: bool | None, limit: float, findings: Findings)
     elif weight is None and gap.error > limit:
         findings.add(module, f"is stored in float, but {gap.error:.2g} away from the source", "write the model again")
     elif weight is not None and codes is None:
-        fits = weight.group_index is not None or check_groups(
-            module, pair.out, pair.expected, weight.scheme, gap.rms, findings
-        )
-        if fits:
-            check_codes(module, weight, pair.expected, findings)
+        _check_rounded(pair, weight, gap.rms, findings)
     label = "float" if weight is None else weight.scheme.label()
     return WeightError(module, label, gap.largest / gap.rms, gap.mean / gap.rms, gap.error, codes)
+
+
+def _check_rounded(pair: _Pair, weight: QuantizedTensor, rms: float, findings: Findings) -> None:
+    """A linear against float weights, or codes that are not comparable: its groups, its whole, then single codes."""
+    module, bits = pair.module, used_bits(weight)
+    grouped = weight.group_index is None
+    if grouped and not check_groups(module, pair.out, pair.expected, weight.scheme, rms, findings, bits=bits):
+        return
+    if check_multiple(module, pair.out, pair.expected, findings, bits=bits):
+        check_codes(module, weight, pair.expected, findings)
 
 
 @dataclass(frozen=True)
