@@ -7,6 +7,7 @@ the last such file stays in memory while its tensors are asked for.
 import pickle
 import zipfile
 from pathlib import Path
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ class PickleShard:
         refuse_lfs_pointer(path)
         self.path = path
         self._whole: dict[str, Tensor] | None = None
+        self._lock = Lock()  # several threads may read one checkpoint
         self._mapped = _is_zip(path)
         self.tensors = {
             name: TensorInfo(name, t.dtype, tuple(t.shape), path.name, t.numel() * t.element_size())
@@ -40,9 +42,9 @@ class PickleShard:
         """The tensor in its stored dtype, owning its memory. `name` must be one of `tensors`."""
         if self._mapped:
             return _own(_read(self.path, mapped=True)[name])
-        if self._whole is None:
-            self._whole = _read(self.path, mapped=False)
-        return _own(self._whole[name])
+        with self._lock:
+            whole = self._whole = self._whole or _read(self.path, mapped=False)
+        return _own(whole[name])
 
     def release(self) -> None:
         """Forget what an old-format file left in memory."""

@@ -2,12 +2,14 @@
 
 import os
 import pickle
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from model_folders import tensors, write_config, write_single
 
-from cann_llm_quant.checkpoint import open_checkpoint
+from cann_llm_quant.checkpoint import open_checkpoint, pickle_reader
 from cann_llm_quant.errors import CheckpointError
 
 STATE = tensors() | {"half": torch.ones(3, dtype=torch.bfloat16), "strided": torch.arange(12.0).view(3, 4).T}
@@ -107,3 +109,19 @@ def test_c37_truncated_file(tmp_path, legacy):
 def test_only_flat_mappings_of_tensors(tmp_path, state):
     with pytest.raises(CheckpointError, match="mapping of names to tensors"):
         open_checkpoint(str(write_bin(tmp_path / "m", state)), allow_pickle=True)
+
+
+def test_threads_that_ask_at_once_read_a_file_of_the_old_format_once(tmp_path, monkeypatch):
+    folder, times = write_bin(tmp_path / "m", STATE, legacy=True), []
+    read = pickle_reader._read
+
+    def slow_read(path, mapped):
+        times.append(path)
+        time.sleep(0.2)  # so that all have asked before the first has its answer
+        return read(path, mapped)
+
+    with open_checkpoint(str(folder), allow_pickle=True) as checkpoint, ThreadPoolExecutor(4) as pool:
+        monkeypatch.setattr(pickle_reader, "_read", slow_read)
+        loaded = list(pool.map(checkpoint.load, [*STATE] * 2))
+    assert len(times) == 1
+    assert all(torch.equal(tensor, wanted) for tensor, wanted in zip(loaded, [*STATE.values()] * 2, strict=True))
