@@ -3,7 +3,6 @@
 Only fields that a plain family knows are carried over; code of the model's own (`auto_map`) never is.
 """
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,8 @@ from typing import Any
 from cann_llm_quant.errors import CheckpointError, UnsupportedError
 from cann_llm_quant.shown import shown
 
+# Past these nothing is a model's, and products and quotients of it leave the machine's numbers.
+_COUNTS, _LEAST, _MOST = 1 << 31, 1e-30, 1e30
 ARCHITECTURES = {
     "glm": "GlmForCausalLM",
     "llama": "LlamaForCausalLM",
@@ -40,6 +41,8 @@ class FusedConfig:
             raise CheckpointError(f"{self.where} lacks {name}; add it with the model's value")
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise CheckpointError(f"{self.where}: {name} must be a whole number of at least 1, found {shown(value)}")
+        if value >= _COUNTS:
+            raise CheckpointError(f"{self.where}: {name} is {shown(value)}, beyond any model's; correct it")
         return value
 
     def number(self, name: str, default: float) -> float:
@@ -47,7 +50,7 @@ class FusedConfig:
         value = self.values.get(name)
         if value is None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not _LEAST <= value <= _MOST:
             raise CheckpointError(f"{self.where}: {name} must be a positive number, found {shown(value)}")
         return float(value)
 

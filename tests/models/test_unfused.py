@@ -214,6 +214,9 @@ def test_models_that_no_plain_family_describes_are_refused(
         ("internlm", {"rotary": [10000]}, ["rotary must be an object"]),
         ("internlm", {"rotary": {"base": -1}}, ["rotary: base", "-1"]),
         ("internlm", {"bias": "yes"}, ["bias must be true or false"]),
+        ("qwen", {"num_attention_heads": 10**400}, ["num_attention_heads is 1000", "beyond any model's"]),
+        ("chatglm", {"seq_length": 10**400}, ["seq_length is 1000", "beyond any model's"]),
+        ("chatglm", {"rope_scaling": {"factor": 1e-320}}, ["rope_scaling: factor", "1e-320"]),
     ],
 )
 def test_c33_sizes_that_contradict_the_tensors_are_named_with_both_numbers(
