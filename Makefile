@@ -20,12 +20,13 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --ignore tests/conformance
 
-# Loads what is exported with the consumers' own code and prints which did, and how far their logits are from ours.
+# Loads what is exported with the consumers' own code and prints which did, and how far their logits are from ours. A file's
+# tests stay with one worker, as each starts its consumer once.
 conformance: $(VENV)/.installed-consumers
-	CONFORMANCE_VLLM_ASCEND=$(CURDIR)/.venv-vllm-ascend OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) tests/conformance
+	CONFORMANCE_VLLM_ASCEND=$(CURDIR)/.venv-vllm-ascend OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile tests/conformance
 
 conformance-all: $(VENV)/.installed-consumers .venv-gptqmodel/.installed .venv-vllm/.installed
-	CONFORMANCE_VLLM_ASCEND=$(CURDIR)/.venv-vllm-ascend CONFORMANCE_VLLM=$(CURDIR)/.venv-vllm/bin/python CONFORMANCE_GPTQMODEL=$(CURDIR)/.venv-gptqmodel/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) tests/conformance
+	CONFORMANCE_VLLM_ASCEND=$(CURDIR)/.venv-vllm-ascend CONFORMANCE_VLLM=$(CURDIR)/.venv-vllm/bin/python CONFORMANCE_GPTQMODEL=$(CURDIR)/.venv-gptqmodel/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile tests/conformance
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -48,7 +49,8 @@ $(VENV)/.installed-consumers: $(VENV)/.installed-dev $(CONSUMERS:%=tests/conform
 	.venv-$*/bin/python -m pip install --quiet -r $<
 	@touch $@
 
-# What pip finds of these is for another build of torch, and vLLM loads a text model without them.
+# It wants torch's build for processors (2.13.0+cpu), which pip must find: PIP_EXTRA_INDEX_URL may name torch's own index. What
+# pip finds of the other three is for another build, and vLLM loads a text model without them.
 .venv-vllm/.installed: tests/conformance/requirements-vllm.txt
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip install --quiet -r $<
