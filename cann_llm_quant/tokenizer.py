@@ -25,6 +25,7 @@ from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from cann_llm_quant.errors import CheckpointError, CorpusError, InputError
+from cann_llm_quant.shown import shown_name
 
 TEMPLATE_SECONDS = 5.0
 TEMPLATE_CHARACTERS = 16 * 2**20
@@ -51,8 +52,8 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         own = _own_code(folder / "tokenizer_config.json")
         if own is not None:
             raise CheckpointError(
-                f"{folder} has no tokenizer.json and its other tokenizer files cannot be read without {own}, code of "
-                "the model's own that is never run; put a tokenizer.json made from that tokenizer beside them"
+                f"{folder} has no tokenizer.json and its other tokenizer files cannot be read without "
+                f"{shown_name(own)}, code of the model's own that is never run; put a tokenizer.json made from that tokenizer beside them"
             ) from error
         raise CheckpointError(
             f"{folder} has no tokenizer.json and its other tokenizer files cannot be read ({_first_line(error)}): "
@@ -84,7 +85,7 @@ def _load_fast(folder: Path, file: Path) -> PreTrainedTokenizerBase:
 def _check_json(path: Path) -> None:
     try:
         content = json.loads(path.read_bytes().decode("utf-8-sig"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON ({error}): copy it again from the original model") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds {type(content).__name__} where an object belongs")
@@ -214,4 +215,4 @@ def _within(seconds: float, render: Callable[[], str]) -> str:
 
 def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    return shown_name(lines[0], 400) if lines else type(error).__name__

@@ -1,6 +1,5 @@
 """A model for running: linears that are stored packed stay packed, everything else is loaded in the compute dtype."""
 
-import json
 import os
 import threading
 import weakref
@@ -14,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from cann_llm_quant.checkpoint import Checkpoint
 from cann_llm_quant.checkpoint.companion_tokenizer import tokenizer_of
+from cann_llm_quant.checkpoint.files import parse_json_object
 from cann_llm_quant.errors import CheckpointError
 from cann_llm_quant.export.packed import open_source
 from cann_llm_quant.export.packed_checkpoint import PackedCheckpoint, input_quantizers
@@ -98,13 +98,7 @@ def _generation_config(checkpoint: Checkpoint) -> Mapping[str, Any]:
     content = checkpoint.companion_files().get("generation_config.json")
     if content is None:
         return {}
-    try:
-        document = json.loads(content)
-    except ValueError as error:
-        raise CheckpointError(f"{checkpoint.path}/generation_config.json is not JSON: {error}") from error
-    if not isinstance(document, dict):
-        raise CheckpointError(f"{checkpoint.path}/generation_config.json holds no JSON object")
-    return document
+    return parse_json_object(content, checkpoint.path / "generation_config.json")
 
 
 @dataclass(frozen=True)

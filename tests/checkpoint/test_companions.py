@@ -1,5 +1,6 @@
 """Companion files: whatever is chosen from a source can be written to an output, and their tokenizer's errors."""
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -14,6 +15,7 @@ from cann_llm_quant.checkpoint.companions import companion_files, is_companion
 from cann_llm_quant.checkpoint.fingerprint import fingerprint
 from cann_llm_quant.checkpoint.writer import CheckpointWriter
 from cann_llm_quant.errors import CheckpointError
+from cann_llm_quant.runner.weights import _generation_config
 
 ODD_NAMES = ["tokenizer.json.tmp", "tokenizer.JSON.TMP", "tokenizer\\evil.json", "vocab..json", "LICENSE\n", "*.model"]
 
@@ -52,6 +54,36 @@ def test_a_missing_or_broken_tokenizer_is_told_of_the_model_not_of_a_private_cop
         (folder / "tokenizer.json").write_bytes(b"{")
         with pytest.raises(CheckpointError, match=rf"^{folder}/tokenizer\.json is not valid JSON"):
             tokenizer_of(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer_config.json", "[" * 100_000),
+        ("tokenizer.json", json.dumps({"truncation": "x\n\x1b[31m" + "y" * 100_000})),
+        ("tokenizer.json", json.dumps({"y" * 100_000: 1})),
+    ],
+)
+def test_what_a_tokenizer_file_holds_is_not_repeated_whole(tmp_path: Path, file: str, content: str) -> None:
+    folder = write_single(tmp_path / "model", tensors())
+    (folder / "tokenizer.json").write_text("{}", encoding="utf-8")
+    (folder / file).write_text(content, encoding="utf-8")
+    with open_checkpoint(str(folder)) as checkpoint, pytest.raises(CheckpointError) as refusal:
+        tokenizer_of(checkpoint)
+    assert str(refusal.value).startswith(f"{folder}/{file} is not")
+    assert str(refusal.value).isprintable()
+    assert len(str(refusal.value)) < 1000
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, "{", "[1]"])
+def test_a_generation_config_that_is_no_object_is_refused(tmp_path: Path, content: str) -> None:
+    folder = write_single(tmp_path / "model", tensors())
+    (folder / "generation_config.json").write_text(content, encoding="utf-8")
+    with (
+        open_checkpoint(str(folder)) as checkpoint,
+        pytest.raises(CheckpointError, match=rf"^{folder}/generation_config\.json "),
+    ):
+        _generation_config(checkpoint)
 
 
 def test_a_fingerprint_does_not_depend_on_the_locale(tmp_path: Path) -> None:
