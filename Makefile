@@ -9,6 +9,8 @@ WORKERS ?= auto
 
 # Real consumers of the layouts that install within minutes and share the project's environment.
 CONSUMERS := compressed-tensors gguf mlx onnx
+# Those that are larger, or want other versions of what the project itself uses: each has an environment of its own.
+APART := auto_round gptqmodel vllm
 
 .PHONY: all demo test lint docs conformance conformance-all clean
 
@@ -25,8 +27,10 @@ test: $(VENV)/.installed-dev
 conformance: $(VENV)/.installed-consumers
 	CONFORMANCE_VLLM_ASCEND=$(CURDIR)/.venv-vllm-ascend OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile tests/conformance
 
-conformance-all: $(VENV)/.installed-consumers .venv-gptqmodel/.installed .venv-vllm/.installed
-	CONFORMANCE_VLLM_ASCEND=$(CURDIR)/.venv-vllm-ascend CONFORMANCE_VLLM=$(CURDIR)/.venv-vllm/bin/python CONFORMANCE_GPTQMODEL=$(CURDIR)/.venv-gptqmodel/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile tests/conformance
+conformance-all: $(VENV)/.installed-consumers $(APART:%=.venv-%/.installed)
+	CONFORMANCE_VLLM_ASCEND=$(CURDIR)/.venv-vllm-ascend CONFORMANCE_AUTO_ROUND=$(CURDIR)/.venv-auto_round/bin/python \
+	CONFORMANCE_GPTQMODEL=$(CURDIR)/.venv-gptqmodel/bin/python CONFORMANCE_VLLM=$(CURDIR)/.venv-vllm/bin/python \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile tests/conformance
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -43,7 +47,6 @@ $(VENV)/.installed-consumers: $(VENV)/.installed-dev $(CONSUMERS:%=tests/conform
 	$(BIN)/python tests/conformance/ascend_fetch.py .venv-vllm-ascend
 	@touch $@
 
-# Consumers that want other versions of what the project itself uses have environments of their own.
 .venv-%/.installed: tests/conformance/requirements-%.txt
 	$(PYTHON) -m venv .venv-$*
 	.venv-$*/bin/python -m pip install --quiet -r $<
