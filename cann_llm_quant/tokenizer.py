@@ -53,7 +53,8 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         if own is not None:
             raise CheckpointError(
                 f"{folder} has no tokenizer.json and its other tokenizer files cannot be read without "
-                f"{shown_name(own)}, code of the model's own that is never run; put a tokenizer.json made from that tokenizer beside them"
+                f"{shown_name(own)}, code of the model's own that is never run; put a tokenizer.json made from that "
+                "tokenizer beside them"
             ) from error
         raise CheckpointError(
             f"{folder} has no tokenizer.json and its other tokenizer files cannot be read ({_first_line(error)}): "

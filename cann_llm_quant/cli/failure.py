@@ -17,7 +17,6 @@ from cann_llm_quant.cli.main import INTERRUPTED
 from cann_llm_quant.cli.terminal import Reply, abandon_stdout, flush_stdout, one_line
 from cann_llm_quant.errors import CannQuantError
 
-LONGEST = 4000  # characters of a message: a tensor's name alone can be longer
 UNUSABLE_INPUT = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError)
 
 
@@ -41,21 +40,16 @@ def describe(error: BaseException, *, debug: bool = False) -> tuple[int, str]:
     if isinstance(error, KeyboardInterrupt | typer.Abort):
         return INTERRUPTED, "interrupted; the same command goes on with an unfinished output"
     if isinstance(error, CannQuantError):
-        return error.exit_code, _message(str(error))
+        return error.exit_code, one_line(str(error))
     if isinstance(error, typer.TyperException):
         return 2, _usage_message(error)
     if isinstance(error, OSError) and error.strerror:
         where = f"{os.fsdecode(error.filename)}: " if error.filename is not None else ""
-        return 2 if isinstance(error, UNUSABLE_INPUT) else 1, _message(f"{where}{error.strerror}")
+        return 2 if isinstance(error, UNUSABLE_INPUT) else 1, one_line(f"{where}{error.strerror}")
     if isinstance(error, MemoryError):
         return 1, "out of memory; lower --activation-budget or close other programs"
     hint = "" if debug else "; rerun with --debug for the traceback"
-    return 1, _message(f"internal error: {type(error).__name__}: {error}") + hint
-
-
-def _message(text: str) -> str:
-    line = one_line(text)
-    return line if len(line) <= LONGEST else f"{line[:LONGEST]}… ({len(line)} characters)"
+    return 1, one_line(f"internal error: {type(error).__name__}: {error}") + hint
 
 
 def _usage_message(error: typer.TyperException) -> str:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 FACT_TITLE = 13  # characters
+LONGEST = 4000  # characters of a line: a tensor's name alone can be longer
 NO_BYTE = re.compile("[\ud800-\udc7f\udd00-\udfff]")  # surrogates that stand for no undecodable byte
 LINE_BREAK = re.compile(r"\s*[\r\n]+\s*")
 
@@ -71,8 +72,9 @@ def printable(text: str, keep: str = "\n\t") -> str:
 
 
 def one_line(text: str) -> str:
-    """The text on one line, safe to print."""
-    return printable(LINE_BREAK.sub(" ", text.strip()), keep="")
+    """The text on one line, safe to print; what is past `LONGEST` characters is left out."""
+    line = printable(LINE_BREAK.sub(" ", text.strip()), keep="")
+    return line if len(line) <= LONGEST else f"{line[:LONGEST]}… ({len(line)} characters)"
 
 
 @runtime_checkable

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from cann_llm_quant.cli.failure import LONGEST, describe
+from cann_llm_quant.cli.failure import describe
 from cann_llm_quant.cli.options import parse_size
 from cann_llm_quant.cli.progress import LiveProgress, Step, show_progress
 from cann_llm_quant.cli.recipe_flags import FIELDS, resolve_recipe
-from cann_llm_quant.cli.terminal import duration, one_line, printable, size, strict_json
+from cann_llm_quant.cli.terminal import LONGEST, duration, one_line, printable, size, strict_json
 from cann_llm_quant.errors import CheckpointError, UsageError
 
 NOTHING: dict[str, Any] = dict.fromkeys(FIELDS)
