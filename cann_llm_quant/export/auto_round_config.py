@@ -40,9 +40,7 @@ class AutoRoundConfig:
         Raises CheckpointError for what is none, UnsupportedError for codes that are no integers, quantized inputs and
         rotations.
         """
-        section = ConfigFields(checkpoint.config).section(_SECTION)
-        values = {} if section is None else section.values
-        fields = ConfigFields(values, f"{checkpoint.path}/config.json: {_SECTION}")
+        fields = section_of(checkpoint)
         _check_numbers(fields)
         named, patterns = {}, []
         for text, own in _overrides(fields).items():
@@ -74,6 +72,14 @@ class AutoRoundConfig:
         return ConfigFields({}) if own is None else own
 
 
+def section_of(checkpoint: Checkpoint) -> ConfigFields:
+    """The section as it is. Raises CheckpointError where it is no object, UnsupportedError for rotated inputs."""
+    section = ConfigFields(checkpoint.config).section(_SECTION)
+    fields = ConfigFields({} if section is None else section.values, f"{checkpoint.path}/config.json: {_SECTION}")
+    _check_rotation(fields)
+    return fields
+
+
 def is_float(own: ConfigFields) -> bool:
     """Whether an override leaves its linears in float."""
     return own.integer("bits", default=1) >= FLOAT_BITS
@@ -86,6 +92,10 @@ def _check_numbers(fields: ConfigFields) -> None:
         raise UnsupportedError(f"{fields.where}: AutoRound's data_type {shown(kind)} is not read, only int")
     if fields.integer("act_bits", default=FLOAT_BITS) < FLOAT_BITS:
         raise UnsupportedError(f"{fields.where}: act_bits says that inputs are quantized, which is not read")
+    _check_rotation(fields)
+
+
+def _check_rotation(fields: ConfigFields) -> None:
     for key in _ROTATIONS:
         if fields.values.get(key):
             raise UnsupportedError(

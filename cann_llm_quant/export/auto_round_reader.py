@@ -5,10 +5,11 @@
 | `auto_round:auto_gptq`, `auto_round:gptq`, or none  | with `gptq`, or none                         | GPTQ version 1 |
 | `auto_round`, `auto_round:gptqmodel`                | `auto_round:exllamav2`, `auto_round:triton`  | GPTQ version 2 |
 | `auto_round:auto_awq`, `auto_round:awq`             | with `awq`                                   | AWQ gemm       |
+| `auto_round:fp8`                                    |                                              | FP8 in tiles   |
 
-The section is turned into what the readers of those layouts ask of theirs, and they do the rest. What is not read:
-weights that are no integers in words of 32 bits (`mlx`, `llm_compressor`, `fp8_static`), quantized inputs, and
-rotations, which the runtime would have to apply to the inputs.
+The section is turned into what the readers of those layouts ask of theirs, and they do the rest; for FP8 it says what
+`quant_method` "fp8" does. What is not read: other layouts (`mlx`, `llm_compressor`, `fp8_static`), quantized inputs of
+integers, and rotations, which the runtime would have to apply to the inputs.
 """
 
 from collections.abc import Mapping
@@ -16,14 +17,16 @@ from typing import Any
 
 from cann_llm_quant.checkpoint.base import Checkpoint
 from cann_llm_quant.errors import UnsupportedError
-from cann_llm_quant.export.auto_round_config import OLD_METHOD, AutoRoundConfig
+from cann_llm_quant.export.auto_round_config import OLD_METHOD, AutoRoundConfig, section_of
 from cann_llm_quant.export.awq_reader import AwqReader
+from cann_llm_quant.export.fp8_reader import Fp8Reader
 from cann_llm_quant.export.gptq_config import GptqConfig, given_group_size
 from cann_llm_quant.export.gptq_reader import GptqReader
 from cann_llm_quant.export.layout import Reader
 from cann_llm_quant.models.config_fields import ConfigFields
 from cann_llm_quant.shown import shown
 
+_FP8 = "auto_round:fp8"
 _AWQ = 0
 # The version of GPTQ that the tensors are, or AWQ.
 _PACKINGS: Mapping[str, int] = {
@@ -43,13 +46,16 @@ def auto_round_reader(checkpoint: Checkpoint) -> Reader:
     Raises CheckpointError for a section that contradicts itself or the tensors, UnsupportedError for what this version
     cannot read.
     """
-    config = AutoRoundConfig.of(checkpoint)
-    packing = _packing(config.fields)
+    fields = section_of(checkpoint)
+    packing = _packing(fields)
+    if packing == _FP8:
+        return Fp8Reader(checkpoint)
     if packing not in _PACKINGS:
         raise UnsupportedError(
-            f"{config.fields.where}: AutoRound's packing_format {shown(packing)} is not read, only "
-            f"{', '.join(_PACKINGS)}; save the model with AutoRound's format auto_gptq, auto_awq or llm_compressor"
+            f"{fields.where}: AutoRound's packing_format {shown(packing)} is not read, only {', '.join(_PACKINGS)}, "
+            f"{_FP8}; save the model with AutoRound's format auto_gptq, auto_awq or llm_compressor"
         )
+    config = AutoRoundConfig.of(checkpoint)
     version = _PACKINGS[packing]
     if version == _AWQ:
         return AwqReader(checkpoint, ConfigFields(_awq_section(config), config.fields.where))

@@ -35,7 +35,7 @@ def check_weight_only(checkpoint: PackedCheckpoint[Any], arch: Arch, findings: F
         if section is None:
             return
         _check_side_files(section, inner.path, findings)
-        if section.values.get("quant_method") in (METHOD, OLD_METHOD):
+        if layout in ("gptq", "gptq_v2", "awq") and section.values.get("quant_method") in (METHOD, OLD_METHOD):
             _check_auto_round(section, inner, checkpoint.reader.linears, arch, findings)
         elif layout in ("gptq", "gptq_v2"):
             _check_gptq(section, checkpoint.reader.linears, findings)

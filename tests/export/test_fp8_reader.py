@@ -60,6 +60,24 @@ def test_c35_partial_tiles_are_scaled_by_their_own_number_exactly(tmp_path: Path
         assert "quantization_config" not in checkpoint.config
 
 
+def test_auto_round_says_the_same_of_tiles_under_its_own_name(tmp_path: Path) -> None:
+    """The section as AutoRound 0.16.1 writes it for its scheme FP8_BLOCK."""
+    section = BLOCKS | {"quant_method": "auto-round", "packing_format": "auto_round:fp8", "data_type": "fp", "bits": 8}
+    section |= {"act_bits": 8, "act_data_type": "fp", "act_dynamic": True, "group_size": [128, 128], "sym": True}
+    tensors = {f"{M}.weight": codes(192, 256), f"{M}.weight_scale_inv": torch.rand(2, 2) + 0.01}
+    with (
+        open_packed(save(tmp_path / "own", tensors, **section)) as found,
+        open_packed(save(tmp_path / "fp8", tensors)) as expected,
+    ):
+        assert found.reader.layout == "fp8"
+        assert found.reader.linears == expected.reader.linears
+        assert found.reader.linears[M].activations is not None
+        assert torch.equal(found.load(f"{M}.weight"), expected.load(f"{M}.weight"))
+    section |= {"spinquant_config": {"r4": True}}
+    with pytest.raises(UnsupportedError, match="spinquant_config"):
+        open_packed(save(tmp_path / "rotated", tensors, **section))
+
+
 @given(st.integers(1, 300), st.integers(1, 300), st.integers(0, 5))
 @settings(max_examples=25, deadline=None)
 def test_c35_any_shape_reads_as_the_literal_product(
