@@ -131,6 +131,11 @@ class CheckpointWriter:
         """Release the lock; the files stay for a later run."""
         self._lock.close()
 
+    def abandon(self) -> None:
+        """Delete what was written, of a run that turned out to have no end: OUT.partial would only be in the way."""
+        with disk_errors(self._partial):
+            self._retire()
+
     @property
     def completed(self) -> dict[str, dict[str, Any]]:
         """Record of every unit that is whole on disk, in the order in which they were written."""

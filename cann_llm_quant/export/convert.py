@@ -19,6 +19,7 @@ from cann_llm_quant import __version__
 from cann_llm_quant.checkpoint.base import Checkpoint
 from cann_llm_quant.checkpoint.write_ahead import WriteAhead
 from cann_llm_quant.checkpoint.writer import CheckpointWriter, WrittenCheckpoint, check_output
+from cann_llm_quant.errors import UnsupportedError
 from cann_llm_quant.export.fitting import Fit, fit, fitted
 from cann_llm_quant.export.in_order import Job, in_order
 from cann_llm_quant.export.layout import Encoder, PackedModel
@@ -77,7 +78,11 @@ def convert(
         with CheckpointWriter.open(
             output, run=run, max_shard_bytes=max_shard_bytes, overwrite=overwrite, sources=[checkpoint.path]
         ) as writer:
-            _write_units(writer, checkpoint, model, chosen, encoder, progress)
+            try:
+                _write_units(writer, checkpoint, model, chosen, encoder, progress)
+            except UnsupportedError:  # of something that only the weights themselves show
+                writer.abandon()
+                raise
             files = encoder.files(model, _dtypes(writer)) | {FILE_NAME: json_bytes(origin(checkpoint, encoder.layout))}
             written = writer.finish(checkpoint.companion_files() | files, stem=encoder.stem, file_per_unit=True)
     return Converted(written, len(model.schemes), len(chosen.rounded), warnings)

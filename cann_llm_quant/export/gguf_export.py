@@ -34,6 +34,7 @@ from cann_llm_quant.export.gguf_tokenizer import harmless_name, no_tokenizer, to
 from cann_llm_quant.export.in_order import Job, in_order
 from cann_llm_quant.export.layout import PackedModel
 from cann_llm_quant.models.arch_reader import unclaimed
+from cann_llm_quant.models.config_fields import token_ids
 from cann_llm_quant.quant.scheme import QuantizedTensor
 
 FloatType = Literal["F16", "BF16", "F32"]
@@ -165,12 +166,9 @@ def _refuse(model: PackedModel) -> None:
 def _end_ids(checkpoint: Checkpoint) -> list[int]:
     """Tokens that end a text, by the generation config where it says so, else by the model's."""
     content = checkpoint.companion_files().get("generation_config.json")
-    name = checkpoint.path / "generation_config.json"
-    said = parse_json_object(content, name).get("eos_token_id") if content is not None else None
-    ends = checkpoint.config.get("eos_token_id") if said is None else said
-    if ends is None:
-        return []
-    return [int(end) for end in ends] if isinstance(ends, list) else [int(ends)]
+    where = f"{checkpoint.path}/generation_config.json"
+    said = token_ids(parse_json_object(content, Path(where)), "eos_token_id", where) if content is not None else []
+    return said or token_ids(checkpoint.config, "eos_token_id", f"{checkpoint.path}/config.json")
 
 
 def _write(plan: GgufPlan, checkpoint: Checkpoint, folder: Path, progress: Callable[[int, int], None]) -> WrittenFile:

@@ -138,3 +138,15 @@ class ConfigFields:
                     "remove one of them"
                 )
         return present[0][1]
+
+
+def token_ids(document: Mapping[str, Any], name: str, where: str) -> list[int]:
+    """The tokens that a field names, one or several, in their order; none where it is absent or null.
+
+    Raises CheckpointError for anything else than whole numbers.
+    """
+    named = document.get(name)
+    ids = [] if named is None else named if isinstance(named, list) else [named]
+    if not all(isinstance(value, int) and not isinstance(value, bool) for value in ids):
+        raise CheckpointError(f"{where}: {name} {shown(named)} is neither an integer nor a list of integers")
+    return ids

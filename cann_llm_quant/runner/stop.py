@@ -9,8 +9,7 @@ withheld when the text ends is given out.
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from cann_llm_quant.errors import CheckpointError
-from cann_llm_quant.shown import shown
+from cann_llm_quant.models.config_fields import token_ids
 
 
 def end_ids(
@@ -22,11 +21,7 @@ def end_ids(
     """
     found: set[int] = set() if tokenizer_eos is None else {tokenizer_eos}
     for file, document in (("config.json", config), ("generation_config.json", generation_config)):
-        named = document.get("eos_token_id")
-        ids = [] if named is None else named if isinstance(named, list) else [named]
-        if not all(isinstance(value, int) and not isinstance(value, bool) for value in ids):
-            raise CheckpointError(f"{file}: eos_token_id {shown(named)} is neither an integer nor a list of integers")
-        found.update(ids)
+        found.update(token_ids(document, "eos_token_id", file))
     return frozenset(found)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from native_folders import save_native
+from safetensors.torch import load_file, save_file
 from tiny_models import our_logits, save_tiny
 
 from cann_llm_quant.errors import ResumeError, UnsupportedError
@@ -133,3 +134,17 @@ def test_an_export_with_other_options_does_not_go_on_with_what_was_left(
     with pytest.raises(ResumeError, match="kv_cache"):
         export_model(source, tmp_path / "out", "ascend", ExportOptions())
     export_model(source, tmp_path / "out", "ascend", ExportOptions(kv_cache=False))
+
+
+def test_what_only_the_weights_show_leaves_nothing_behind(tmp_path: Path) -> None:
+    """A row of weights above 0 has the smallest zero point, which GPTQ version 1 cannot store; version 2 then can."""
+    model = save_tiny(tmp_path / "m", num_hidden_layers=2)
+    weights = load_file(model / "model.safetensors")
+    weights["model.layers.1.mlp.down_proj.weight"].abs_()
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    source = save_native(model, tmp_path / "q", Scheme("int4", False, "group", 32))
+    out = tmp_path / "out"
+    with pytest.raises(UnsupportedError, match=r"layers\.1\.mlp\.down_proj.*export to gptq_v2"):
+        export_model(source, out, "gptq", ExportOptions())
+    assert {path.name for path in tmp_path.iterdir()} == {"m", "q"}
+    assert export_model(source, out, "gptq_v2", ExportOptions()).path == out

@@ -154,3 +154,18 @@ def test_a_name_that_llama_cpp_takes_for_phi_3_is_written_apart(tmp_path: Path, 
         assert plan_gguf(checkpoint, packed_model(checkpoint)).metadata["general.name"] == written
     phi3 = ["</s>", "<unk>", "<s>", "<|endoftext|>"]
     assert harmless_name(name, phi3) == name
+
+
+@pytest.mark.parametrize("value", ["</s>", {"id": 2}, [2, None], 2.0, True])
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_ends_that_are_no_numbers_are_refused_in_one_line(tmp_path: Path, file: str, value: object):
+    source = save_pieces(save_tiny(tmp_path / "m", vocab_size=ROWS, num_hidden_layers=1))
+    path, other = source / file, source / "generation_config.json"
+    config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    other.unlink(missing_ok=True)
+    path.write_text(json.dumps(config | {"eos_token_id": value}), encoding="utf-8")
+    with (
+        open_checkpoint(str(source)) as checkpoint,
+        pytest.raises(CheckpointError, match=rf"{file}: eos_token_id .* is neither"),
+    ):
+        plan_gguf(checkpoint, packed_model(checkpoint))
