@@ -26,7 +26,7 @@ from cann_llm_quant.tokenizer import encode
 SOURCE = os.environ.get("CONFORMANCE_SMOLLM2")
 pytestmark = pytest.mark.skipif(SOURCE is None, reason="CONFORMANCE_SMOLLM2 names no folder of SmolLM2-135M")
 TEXT = "The old lighthouse keeper climbed the stairs, lit the lamp and looked out over the dark sea."
-MODEL = "SmolLM2-135M int4 g64"
+FLOAT, MODEL = "SmolLM2-135M", "SmolLM2-135M int4 g64"
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +54,10 @@ def ours(folder: Path, ids: torch.Tensor) -> torch.Tensor:
     return logits.view(ids.shape[1], -1)
 
 
-def record(record_property, target: str, consumer: str, difference: float, of: str = "logits") -> None:
-    row = {"target": target, "model": MODEL, "consumer": consumer, "difference": difference, "of": of}
+def record(
+    record_property, target: str, consumer: str, difference: float, of: str = "logits", model: str = MODEL
+) -> None:
+    row = {"target": target, "model": model, "consumer": consumer, "difference": difference, "of": of}
     record_property("conformance", row)
 
 
@@ -75,6 +77,19 @@ def test_onnx_runtime(native: Path, ids: torch.Tensor, record_property) -> None:
     difference = float(np.abs(OrtRun(folder, batch=1)(ids)[0] - ours(native, ids).numpy()).max())
     record(record_property, "onnx ort", "ONNX Runtime", difference)
     assert difference < 5e-3
+
+
+def test_llama_cpp_in_float(native: Path, ids: torch.Tensor, record_property) -> None:
+    pytest.importorskip("xllamacpp")
+    from llama_cpp import LlamaCpp
+
+    out = export_model(SOURCE, native.parent / "gguf-float", "gguf", ExportOptions(dtype="fp32")).path
+    (file,) = out.glob("*.gguf")
+    expected = torch.log_softmax(ours(Path(SOURCE), ids)[-1].double(), -1)
+    theirs = LlamaCpp(file).next_token(ids[0].tolist(), expected.numel(), int(expected.argmax()))
+    difference = float((theirs - expected).abs().max())
+    record(record_property, "gguf F32", "llama.cpp", difference, "log-probabilities of the next token", FLOAT)
+    assert difference < 1e-3
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -113,6 +128,24 @@ def test_loaders(
     difference = float((logits - expected).abs().max())
     record(record_property, layout, consumer, difference)
     assert difference < 0.1 * float(expected.std())
+
+
+def test_vllm(native: Path, ids: torch.Tensor, record_property) -> None:
+    """One process for all layouts: it takes longer to start than to read them."""
+    from test_conformance_vllm import PYTHON, theirs
+
+    folders = {layout: exported(native, layout) for layout in ("awq", "gptq", "gptq_v2")}
+    folders["compressed-tensors"] = native
+    save_file({"ids": ids}, native.parent / "vllm.safetensors")
+    run(PYTHON, "vllm_loader.py", "float16", native.parent / "vllm.safetensors", *folders.values())
+    differences = {}
+    for layout, folder in folders.items():
+        expected = torch.log_softmax(ours(folder, ids).float(), -1)[:-1]
+        differences[layout] = float((theirs(folder)[0] - expected).abs().max())
+        assert differences[layout] < 0.1 * float(expected.std())
+    worst = max(differences, key=lambda layout: differences[layout])
+    consumer = f"vLLM, {len(folders)} layouts, this the worst"
+    record(record_property, worst, consumer, differences[worst], "log-probabilities")
 
 
 def test_vllm_ascend(native: Path, record_property) -> None:
