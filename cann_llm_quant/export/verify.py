@@ -28,6 +28,7 @@ from cann_llm_quant.export.verify_config import (
     check_description,
     check_documents,
     check_ignored,
+    check_layers,
     remark_unused,
 )
 from cann_llm_quant.export.verify_files import (
@@ -49,6 +50,7 @@ from cann_llm_quant.export.verify_weight_only import check_weight_only
 from cann_llm_quant.export.verify_weights import WeightError, check_numbers, compare_weights
 from cann_llm_quant.models import arch_from_checkpoint
 from cann_llm_quant.models.arch import Arch
+from cann_llm_quant.models.config_fields import ConfigFields
 
 
 @dataclass
@@ -167,6 +169,8 @@ def _examine_config(result: Verification, ours: Checkpoint) -> Arch | None:
     if (inner.path / "config.json").is_file():
         check_config(inner, findings)
         check_tokenizer_files(inner.path, findings)
+    else:
+        check_layers(inner, ConfigFields(inner.config, str(inner.path)), findings)
     with findings.caught(f"{inner.path}/config.json"):
         arch = arch_from_checkpoint(ours)
         remark_unused(ours, arch, findings)

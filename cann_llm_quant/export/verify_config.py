@@ -47,7 +47,7 @@ def check_config(inner: Checkpoint, findings: Findings) -> None:
         fields.text("dtype", fields.text("torch_dtype", ""))
     _check_dtype(inner, fields, findings)
     _check_spellings(inner.config, findings)
-    _check_layers(inner, fields, findings)
+    check_layers(inner, fields, findings)
 
 
 def _check_spellings(config: Mapping[str, Any], findings: Findings) -> None:
@@ -83,7 +83,8 @@ def _check_dtype(inner: Checkpoint, fields: ConfigFields, findings: Findings) ->
             )
 
 
-def _check_layers(inner: Checkpoint, fields: ConfigFields, findings: Findings) -> None:
+def check_layers(inner: Checkpoint, fields: ConfigFields, findings: Findings) -> None:
+    """The number of layers, and those that predict further tokens, against the tensors' names."""
     stored = {int(match[1]) for name in inner.tensors if (match := _LAYER.match(name))}
     with findings.caught(fields.where):
         said = fields.optional_integer("num_hidden_layers", "n_layer", "num_layers")

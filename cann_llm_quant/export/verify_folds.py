@@ -48,13 +48,14 @@ _CAST = 0.02  # the least that is noticed
 class LayerFolds:
     """The factors of one layer as its linears are gone through, sites in their order.
 
-    `rows` has those that consumers undo, by role, `loud` which of those rows noise hides; `by_module` has the factors
-    of any linear.
+    `rows` has those that consumers undo, by role; `by_module` has the factors of any linear. `slopes` has the rows of q
+    and k as multiples of the source's, `loud` the rows that noise hides.
     """
 
     arch: Arch
     layer: Layer
     rows: dict[str, Tensor] = field(default_factory=dict)
+    slopes: dict[str, Tensor] = field(default_factory=dict)
     loud: dict[str, Tensor] = field(default_factory=dict)
     by_module: dict[str, Tensor] = field(default_factory=dict)
 
@@ -143,14 +144,38 @@ class LayerFolds:
         if not feeds and role not in ("q", "k"):
             return None
         rows = row_factors(out, expected)
-        if rows is not None and role in ("q", "k"):
-            rows = _powers_of_two(rows)
+        if role in ("q", "k"):
+            # where q and k have norms, their gains take the factor
+            normed = any(parameter.role == "k_norm" for parameter in self.layer.parameters)
+            rows = None if rows is None or normed else _powers_of_two(rows)
+            self.slopes[role] = row_slopes(out, expected)
         if rows is not None:
             self.by_module[self.layer.linear(role).module] = rows
+        known = self.slopes.get(role, rows)
+        if known is not None:
+            self.loud[role] = _row_noise(out, expected, known) > _TELLING
         if rows is not None and feeds:
             self.rows[role] = rows
-            self.loud[role] = _row_noise(out, expected, rows) > _TELLING
         return rows
+
+    def check_keys(self, findings: Findings) -> None:
+        """Whether q undoes what the rows of k were multiplied by, once both are known; a fault otherwise."""
+        modules = {role: self.layer.linear(role).module for role in self.slopes}
+        if modules.keys() != {"q", "k"} or not any(module in self.by_module for module in modules.values()):
+            return
+        keys = tie_over_repeats(
+            self.arch.num_kv_heads, self.arch.num_heads // self.arch.num_kv_heads, self.arch.head_dim
+        )
+        product = self.slopes["q"] * self.slopes["k"][keys]
+        wrong = ~self.loud["q"] & ~self.loud["k"][keys] & (product.log2().abs() > 0.5)
+        if bool(wrong.any()):
+            row = int(wrong.nonzero()[0])
+            findings.add(
+                modules["q"],
+                f"{int(wrong.sum())} of {len(wrong)} rows and those of {modules['k']} that they meet are together "
+                f"other multiples of the source's than 1 (row {row}: {float(product[row]):.3g})",
+                "scales of those rows are damaged; write the model again",
+            )
 
 
 @dataclass
@@ -181,12 +206,19 @@ class ColumnSlopes:
         return live & (noise < _TELLING) & ((slope - 1).abs() > torch.clamp(_LEFT * noise, min=_CAST))
 
 
-def row_factors(out: Float[Tensor, "out in"], expected: Float[Tensor, "out in"]) -> Float[Tensor, "out"] | None:
-    """The multiple of each row of `expected` that comes nearest to `out`; None where noise explains them all."""
+def row_slopes(out: Float[Tensor, "out in"], expected: Float[Tensor, "out in"]) -> Float[Tensor, "out"]:
+    """The positive multiple of each row of `expected` that comes nearest to `out`; 1 where there is none."""
     energy = expected.square().sum(1)
     live = energy > 0
     factor = torch.where(live, (out * expected).sum(1) / torch.where(live, energy, 1.0), 1.0)
-    factor = torch.where(factor > 0, factor, 1.0)
+    return torch.where(factor > 0, factor, 1.0)
+
+
+def row_factors(out: Float[Tensor, "out in"], expected: Float[Tensor, "out in"]) -> Float[Tensor, "out"] | None:
+    """The rows' slopes; None where noise explains them all."""
+    energy = expected.square().sum(1)
+    live = energy > 0
+    factor = row_slopes(out, expected)
     left = (out - factor.unsqueeze(1) * expected).square().sum(1)
     noise = torch.where(live, left / torch.where(live, energy, 1.0) / expected.shape[1], 0.0)
     spread = (factor - 1).square().mean().sqrt()

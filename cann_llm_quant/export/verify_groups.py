@@ -20,15 +20,16 @@ from jaxtyping import Float
 from torch import Tensor
 
 from cann_llm_quant.export.verify_findings import Findings
-from cann_llm_quant.quant.scheme import QuantizedTensor, Scheme, row_scales
+from cann_llm_quant.quant.scheme import QuantizedTensor, row_scales
 
-_SLOPES = {2: (-0.25, 3.0), 3: (0.3, 2.0)}  # by bits; others:
+_SLOPES = {2: (-0.25, 3.0), 3: (0.3, 2.0), 8: (0.85, 1.15)}  # by bits; others:
 _USUAL_SLOPES = (0.5, 1.5)
 _MULTIPLES = {2: 1.0, 3: 0.2, 8: 0.03}  # by bits, how far a whole matrix may be from 1 times the source's; others:
 _USUAL_MULTIPLE = 0.1
 _FAR = 1.5  # relative error of a group that no rounding to 4 bits leaves
 _SHIFT = 0.5  # of a group's mean, in steps; rounding errors average out
 _FAINT = 0.05  # groups fainter than this share of the matrix's rms say little
+_BELOW = 0.75  # steps: groups whose numbers are smaller have become 0 for the most part
 _RANK = 64  # the error that outliers are measured by
 _BEYOND = 6.0  # times that error
 _STEPS = 2.5
@@ -49,9 +50,9 @@ def used_bits(weight: QuantizedTensor) -> int:
 
 def check_groups(
     module: str,
+    weight: QuantizedTensor,
     out: Float[Tensor, "out in"],
     expected: Float[Tensor, "out in"],
-    scheme: Scheme,
     rms: float,
     findings: Findings,
     *,
@@ -59,15 +60,19 @@ def check_groups(
 ) -> bool:
     """Whether every group fits; a fault otherwise. `rms` is that of the source's whole matrix, `bits` are `used_bits`.
 
-    Groups whose weights are a wrong multiple of the source's, their scale belonging to others, or are shifted.
+    Groups whose weights are a wrong multiple of the source's, their scale belonging to others, or are shifted. `out` is
+    `weight`, dequantized.
     """
-    out, expected = out.to(torch.float32), expected.to(torch.float32)
+    scheme, out, expected = weight.scheme, out.to(torch.float32), expected.to(torch.float32)
     width = scheme.columns_per_scale(out.shape[1])
     if out.shape[1] % width:
         width = out.shape[1]
     mine, theirs = (w.reshape(len(w), -1, width) for w in (out, expected))
     energy = theirs.square().sum(-1)
     loud = energy > (_FAINT * rms) ** 2 * width
+    if width == scheme.columns_per_scale(out.shape[1]) and scheme.is_integer and scheme.strategy != "tile":
+        step = row_scales(weight.scale, scheme, len(out)).abs()
+        loud &= torch.maximum(energy, mine.square().sum(-1)) > (_BELOW * step) ** 2 * width
     slope = torch.where(loud, (mine * theirs).sum(-1) / torch.where(loud, energy, 1.0), 1.0)
     low, high = _SLOPES.get(bits, _USUAL_SLOPES)
     wrong = (slope < low) | (slope > high)

@@ -13,6 +13,7 @@ from typing import Any
 from cann_llm_quant.checkpoint.files import file_names, read_bytes
 from cann_llm_quant.export.verify_findings import Findings, listed
 
+_LARGEST = 128 << 20  # bytes; the largest vocabularies have 40 MB, while other data may lie beside a model
 _AGAIN = "fetch or write the file again"
 _ONE = "readers differ in which they take; do not use the file, write it again"
 
@@ -38,6 +39,9 @@ def check_json_files(folder: Path, findings: Findings) -> None:
     """Every JSON file of a folder: that it is JSON, and that no object in it repeats a key."""
     for path in (folder / name for name in file_names(folder) if name.endswith(".json")):
         with findings.caught(str(path)):
+            if path.stat().st_size > _LARGEST:
+                findings.remark(f"{path.name} is larger than {_LARGEST >> 20} MiB and was not looked into")
+                continue
             data = read_bytes(path)
             try:
                 check_keys(str(path), data, findings)

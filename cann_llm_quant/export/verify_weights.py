@@ -30,6 +30,9 @@ from cann_llm_quant.quant.scheme import QuantizedTensor
 
 _SCALE_ROUNDING = 2.0**-9  # of float16 and bfloat16 scales, generously
 _CAST_ROUNDING = 2.0**-7  # of a float weight stored in bfloat16 after a factor was folded in
+_FLIPPED = 2.0**-6  # relative, of single numbers, beside
+_SLACK = 1e-3  # of the matrix's rms
+_FEW = 0.01  # of the numbers
 _UNLIKE = 0.9  # relative error; that of unrelated numbers is 1 and more
 _BLOCK = 1 << 22  # elements
 
@@ -162,6 +165,7 @@ def _pairs(
                     slopes.add(out, expected)
                     yield _Pair(module, out, expected, weight)
             layer_folds.check_undone(site, slopes, ours, source, folds)
+        layer_folds.check_keys(folds)
 
 
 def _ours(module: str, ours: Checkpoint) -> tuple[Float[Tensor, "out in"], QuantizedTensor | None]:
@@ -203,6 +207,9 @@ def _compared(pair: _Pair, codes: bool | None, limit: float, findings: Findings)
         findings.add(module, "codes are the source's, scales or zero points are not", "write the model again")
     elif weight is None and gap.error > limit:
         findings.add(module, f"is stored in float, but {gap.error:.2g} away from the source", "write the model again")
+    elif weight is None and (count := _count_flipped(pair.out, pair.expected, gap.rms)):
+        what = f"is stored in float, but {count} of its numbers {'is' if count == 1 else 'are'} not the source's"
+        findings.add(module, what, "the file is damaged; write the model again")
     elif weight is not None and codes is None:
         _check_rounded(pair, weight, gap.rms, findings)
     label = "float" if weight is None else weight.scheme.label()
@@ -213,7 +220,7 @@ def _check_rounded(pair: _Pair, weight: QuantizedTensor, rms: float, findings: F
     """A linear against float weights, or codes that are not comparable: its groups, its whole, then single codes."""
     module, bits = pair.module, used_bits(weight)
     grouped = weight.group_index is None
-    if grouped and not check_groups(module, pair.out, pair.expected, weight.scheme, rms, findings, bits=bits):
+    if grouped and not check_groups(module, weight, pair.out, pair.expected, rms, findings, bits=bits):
         return
     if check_multiple(module, pair.out, pair.expected, findings, bits=bits):
         check_codes(module, weight, pair.expected, findings)
@@ -244,6 +251,19 @@ def _measure(out: Float[Tensor, "out in"], expected: Float[Tensor, "out in"]) ->
         energy += float(theirs.square().sum(dtype=torch.float64))
     rms = math.sqrt(energy / out.numel()) or 1.0
     return _Gap(largest, total / out.numel(), math.sqrt(squares / out.numel()) / rms, rms, reach)
+
+
+def _count_flipped(out: Float[Tensor, "out in"], expected: Float[Tensor, "out in"], rms: float) -> int:
+    """Numbers that are not the source's where nearly all are: a few are lost in the error of a large matrix.
+
+    0 where many are not, as of a head that was dequantized from codes of 8 bits for a layout that holds none.
+    """
+    count = 0
+    for mine, theirs in zip(*(torch.split(w, max(1, _BLOCK // w.shape[1])) for w in (out, expected)), strict=True):
+        wanted = theirs.to(torch.float32)
+        limit = wanted.abs().mul_(_FLIPPED).add_(_SLACK * rms)
+        count += int(((mine.to(torch.float32) - wanted).abs_() > limit).sum())
+    return count if count <= _FEW * out.numel() else 0
 
 
 def _are_strangers(errors: list[WeightError], findings: Findings) -> bool:

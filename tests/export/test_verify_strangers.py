@@ -100,6 +100,25 @@ def test_the_bits_that_codes_use_are_known_whatever_holds_them(bits: int) -> Non
     assert used_bits(QuantizedTensor(damaged, own.scale, None, held.scheme)) == bits
 
 
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_rows_that_one_scale_a_tensor_rounds_to_nothing_are_no_damage(
+    tiny: Path, tmp_path: Path, symmetric: bool
+) -> None:
+    """Beside one outlier of the matrix, a row of a tenth of the others' size is 0 as a whole."""
+    source = Path(shutil.copytree(tiny, tmp_path / "m"))
+    edit_tensors(source, one_outlier)
+    out = save_native(source, tmp_path / "out", Scheme("int8", symmetric, "tensor", None))
+    assert faults(verify(str(out), str(source))) == []
+    edit_tensors(out, scaled(DOWN, slice(5, 6), 8.0))
+    assert any(line.startswith(f"{DOWN}: 1 of 128 groups") for line in faults(verify(str(out), str(source))))
+
+
+def one_outlier(tensors: dict[str, Tensor]) -> None:
+    weight = tensors[f"{DOWN}.weight"]
+    weight[3, 5] = 5.0
+    weight[10] *= 0.08
+
+
 @pytest.mark.parametrize(
     ("module", "rows", "factor", "words"),
     [
@@ -116,6 +135,34 @@ def test_scales_that_nothing_undoes_are_noticed(
     assert faults(verify(str(out), str(tiny))) == []
     lines = faults(verify(str(edit_tensors(out, scaled(module, rows, factor))), str(tiny)))
     assert any(words in line for line in lines), lines
+
+
+@pytest.mark.parametrize("part", ["q", "k"])
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_a_row_of_q_or_k_may_change_only_with_its_partner(
+    tmp_path: Path, family: str, factor: float, part: str
+) -> None:
+    """Powers of two may go from k to q, where no norm takes them; a single row is damage, as is one of q alone."""
+    source = save_tiny(tmp_path / "m", family, num_hidden_layers=1, hidden_size=128, head_dim=32)
+    out = save_native(source, tmp_path / "out", Scheme("int8", True, "channel", None))
+    module = f"model.layers.0.self_attn.{part}_proj"
+    edit_tensors(out, scaled(module, slice(3, 4), factor))
+    lines = faults(verify(str(out), str(source)))
+    assert any(line.startswith("model.layers.0.self_attn.") for line in lines), lines
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.embed_tokens.weight"])
+def test_a_single_number_of_a_large_matrix_is_noticed(out: Path, tiny: Path, name: str) -> None:
+    """Its error as a share of the whole matrix is less than rounding's."""
+    edit_tensors(out, lambda tensors: tensors[name].view(-1)[300].mul_(1.5))
+    (line,) = faults(verify(str(out), str(tiny)))
+    assert line.startswith(f"{name.removesuffix('.weight')}: is stored in float, but 1 of its numbers is not")
+
+
+def test_a_source_in_float32_is_compared_as_well(tmp_path: Path) -> None:
+    source = save_tiny(tmp_path / "m", num_hidden_layers=1, dtype=torch.float32)
+    assert faults(verify(str(save_native(source, tmp_path / "out", INT4)), str(source))) == []
 
 
 def in_section(**change: Any) -> Callable[[Path], None]:
@@ -225,6 +272,32 @@ def test_what_only_looks_like_a_file_is_a_fault(out: Path, make: Callable[[Path]
 def test_a_number_of_a_layer_that_no_integer_holds_is_no_layer(out: Path) -> None:
     edit_tensors(out, lambda t: t.update({f"model.layers.{'9' * 5000}.x": torch.ones(1)}))
     assert verify(str(out)).passed
+
+
+def test_a_gguf_file_with_more_layers_than_it_says_is_noticed(tmp_path: Path) -> None:
+    source = save_tiny(tmp_path / "m", num_hidden_layers=2)
+    native = save_native(source, tmp_path / "native", INT4)
+    (file,) = export_model(native, tmp_path / "out", "gguf", ExportOptions(tokenizer=False)).path.glob("*.gguf")
+    key = b"llama.block_count"
+    data = file.read_bytes()
+    place = data.index(key) + len(key) + 4
+    assert data[place : place + 4] == b"\x02\0\0\0"
+    file.write_bytes(data[:place] + b"\x01" + data[place + 1 :])
+    assert any("says 1 layers, but files hold model.layers.1." in line for line in faults(verify(str(file))))
+
+
+def test_a_large_file_of_other_data_is_not_read(out: Path) -> None:
+    with (out / "records.json").open("wb") as file:
+        file.truncate(200 << 20)
+    result = verify(str(out))
+    assert result.passed
+    assert "records.json is larger than 128 MiB and was not looked into" in result.findings.remarks
+
+
+def test_a_name_that_breaks_lines_stays_on_its_own(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (out / "a\nb.json").write_text("{", encoding="utf-8")
+    assert main(["verify", str(out)]) == 1
+    assert sum(line.startswith("wrong: ") and "b.json" in line for line in capsys.readouterr().out.splitlines()) == 1
 
 
 def test_an_inference_config_that_is_too_deep_is_a_fault(out: Path) -> None:
