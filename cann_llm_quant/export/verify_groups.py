@@ -33,6 +33,9 @@ _BELOW = 0.75  # steps: groups whose numbers are smaller have become 0 for the m
 _RANK = 64  # the error that outliers are measured by
 _BEYOND = 6.0  # times that error
 _STEPS = 2.5
+_SAMPLE = 256  # rows
+_NEIGHBOURS = 32  # columns
+_DIFFERENT = 0.9  # of neighbours
 _BLOCK = 1 << 22  # elements at a time
 
 
@@ -46,6 +49,16 @@ def used_bits(weight: QuantizedTensor) -> int:
     low, high = torch.aminmax(codes.reshape(len(codes), -1, width), dim=-1)
     numbers = int((high.to(torch.int16) - low.to(torch.int16) + 1).flatten().median())
     return min(scheme.bits, max(2, (numbers - 1).bit_length()))
+
+
+def looks_rounded(matrix: Float[Tensor, "out in"]) -> bool:
+    """Whether a matrix in float repeats its numbers as codes of up to 6 bits do.
+
+    Of 32 neighbours in a row 31 differ in bfloat16, about 24 where they were rounded to 6 bits, 16 and fewer to 4.
+    """
+    rows = matrix[:_SAMPLE, : matrix.shape[1] // _NEIGHBOURS * _NEIGHBOURS].reshape(-1, _NEIGHBOURS)
+    ordered = rows.to(torch.float32).sort(dim=1).values
+    return bool((ordered.diff(dim=1) != 0).to(torch.float32).mean() < _DIFFERENT) if len(rows) else False
 
 
 def check_groups(

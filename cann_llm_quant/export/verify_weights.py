@@ -22,7 +22,7 @@ from cann_llm_quant.export.packed_checkpoint import PackedCheckpoint
 from cann_llm_quant.export.to_float import FILE_NAME as FLOAT_FILE
 from cann_llm_quant.export.verify_findings import Findings, Tick, listed
 from cann_llm_quant.export.verify_folds import ColumnSlopes, LayerFolds
-from cann_llm_quant.export.verify_groups import check_codes, check_groups, check_multiple, used_bits
+from cann_llm_quant.export.verify_groups import check_codes, check_groups, check_multiple, looks_rounded, used_bits
 from cann_llm_quant.export.verify_origin import compare_vectors
 from cann_llm_quant.models.arch import Arch
 from cann_llm_quant.models.rotated_checkpoint import RotatedCheckpoint
@@ -205,6 +205,9 @@ def _compared(pair: _Pair, codes: bool | None, limit: float, findings: Findings)
         findings.add(module, "codes differ from the source's", "the file is damaged, or was made from another model")
     elif codes and gap.largest > _SCALE_ROUNDING * gap.reach:
         findings.add(module, "codes are the source's, scales or zero points are not", "write the model again")
+    elif weight is None and limit < gap.error <= _UNLIKE and looks_rounded(pair.out):
+        findings.remark(f"{module} was dequantized from codes, so it differs from the source by rounding")
+        check_multiple(module, pair.out, pair.expected, findings, bits=4)
     elif weight is None and gap.error > limit:
         findings.add(module, f"is stored in float, but {gap.error:.2g} away from the source", "write the model again")
     elif weight is None and (count := _count_flipped(pair.out, pair.expected, gap.rms)):

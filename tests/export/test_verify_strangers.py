@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from native_folders import save_native
+from native_folders import round_weight, save_native
 from safetensors.torch import load_file, save_file
 from tiny_models import save_tiny
 from torch import Tensor
@@ -158,6 +158,24 @@ def test_a_single_number_of_a_large_matrix_is_noticed(out: Path, tiny: Path, nam
     edit_tensors(out, lambda tensors: tensors[name].view(-1)[300].mul_(1.5))
     (line,) = faults(verify(str(out), str(tiny)))
     assert line.startswith(f"{name.removesuffix('.weight')}: is stored in float, but 1 of its numbers is not")
+
+
+@pytest.mark.parametrize("bits", [2, 4, 6])
+def test_a_head_that_a_layout_could_hold_in_float_alone_is_no_damage(
+    out: Path, tiny: Path, tmp_path: Path, bits: int
+) -> None:
+    """AWQ has no codes for heads; float weights that were never rounded are held to the source's all the same."""
+
+    def rounded(tensors: dict[str, Tensor]) -> None:
+        head = tensors["lm_head.weight"]
+        tensors["lm_head.weight"] = round_weight(head, scheme_for(bits, 32, symmetric=True)).dequantize(head.dtype)
+
+    result = verify(str(edit_tensors(out, rounded)), str(tiny))
+    assert faults(result) == []
+    assert any("lm_head was dequantized from codes" in remark for remark in result.findings.remarks)
+    noise = torch.randn(128, 128, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16) * 0.01
+    edit_tensors(out, lambda tensors: tensors["lm_head.weight"].add_(noise))
+    assert any("lm_head: is stored in float, but" in line for line in faults(verify(str(out), str(tiny))))
 
 
 def test_a_source_in_float32_is_compared_as_well(tmp_path: Path) -> None:
