@@ -106,7 +106,8 @@ def compare_weights(
     limit = _float_limit(ours, source, findings)
     for pair in _pairs(ours, source, arch, findings, folds, rows):
         tick(len(errors), total, pair.module)
-        errors.append(_compared(pair, _same_codes(pair, source), limit, findings))
+        decoded = not isinstance(source, PackedCheckpoint) and pair.weight is None and looks_rounded(pair.out)
+        errors.append(_compared(pair, _same_codes(pair, source), limit, findings, decoded=decoded))
     if not _are_strangers(errors, findings):
         findings.faults += folds.faults
         compare_vectors(ours, source, arch, rows, findings)
@@ -198,14 +199,15 @@ def _same_codes(pair: _Pair, source: Checkpoint) -> bool | None:
     return False if alike and wider % width == 0 else None
 
 
-def _compared(pair: _Pair, codes: bool | None, limit: float, findings: Findings) -> WeightError:
+def _compared(pair: _Pair, codes: bool | None, limit: float, findings: Findings, *, decoded: bool) -> WeightError:
+    """One matrix; `decoded` where it was dequantized from codes and the source was not."""
     module, weight = pair.module, pair.weight
     gap = _measure(pair.out, pair.expected)
     if codes is False:
         findings.add(module, "codes differ from the source's", "the file is damaged, or was made from another model")
     elif codes and gap.largest > _SCALE_ROUNDING * gap.reach:
         findings.add(module, "codes are the source's, scales or zero points are not", "write the model again")
-    elif weight is None and limit < gap.error <= _UNLIKE and looks_rounded(pair.out):
+    elif weight is None and decoded and limit < gap.error <= _UNLIKE:
         findings.remark(f"{module} was dequantized from codes, so it differs from the source by rounding")
         check_multiple(module, pair.out, pair.expected, findings, bits=4)
     elif weight is None and gap.error > limit:
