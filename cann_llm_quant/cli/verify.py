@@ -97,7 +97,8 @@ def draw(console: "Console", result: "Verification", loaded: "Loaded | None") ->
 
 def facts(result: "Verification", loaded: "Loaded | None") -> list[tuple[str, str]]:
     """The lines at the top: title and text."""
-    schemes = ", ".join(f"{count} x {label}" for label, count in result.schemes.items()) or "none quantized"
+    none = "not told apart: operators are left to the runtime (--load)" if result.layout == "onnx" else "none quantized"
+    schemes = ", ".join(f"{count} x {label}" for label, count in result.schemes.items()) or none
     lines = [
         ("layout", result.layout),
         ("tensors", f"{result.tensors}"),

@@ -120,3 +120,15 @@ def test_load_says_what_the_runtime_made_of_it(model: Path, capsys: pytest.Captu
     loaded = json.loads(capsys.readouterr().out)["loaded"]
     assert loaded["runtime"] == "transformers"
     assert "logits of 8 tokens computed" in loaded["outcome"]
+
+
+def test_linears_of_an_onnx_model_are_not_said_to_be_in_float(
+    smoothed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("onnx")
+    assert main(["export", str(smoothed), "--to", "onnx", "-o", str(tmp_path / "onnx")]) == 0
+    capsys.readouterr()
+    assert main(["verify", str(tmp_path / "onnx")]) == 0
+    out, _ = capsys.readouterr()
+    (linears,) = [line for line in out.splitlines() if line.startswith("linears")]
+    assert "not told apart" in linears
