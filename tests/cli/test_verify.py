@@ -130,5 +130,5 @@ def test_linears_of_an_onnx_model_are_not_said_to_be_in_float(
     capsys.readouterr()
     assert main(["verify", str(tmp_path / "onnx")]) == 0
     out, _ = capsys.readouterr()
-    (linears,) = [line for line in out.splitlines() if line.startswith("linears")]
+    (linears,) = [line for line in out.splitlines() if line.strip().startswith("linears")]
     assert "not told apart" in linears
