@@ -148,7 +148,13 @@ class CheckpointWriter:
         is written. Raises CheckpointError when a tensor has no data or cannot be stored, or when its name or
         the unit is taken.
         """
-        self.commit_unit(self.stage_unit(unit, tensors, record))
+        entry = self.stage_unit(unit, tensors, record)
+        try:
+            self.commit_unit(entry)
+        except CannQuantError:  # the system's refusals among them; the unit may be written again
+            self._staged.discard(unit)
+            self._owners = {name: owner for name, owner in self._owners.items() if owner != unit}
+            raise
 
     def stage_unit(self, unit: str, tensors: Mapping[str, Tensor], record: dict[str, Any]) -> Entry:
         """Hand one unit's bytes to the system; it counts from `commit_unit`, which must follow the order of staging.
@@ -169,21 +175,16 @@ class CheckpointWriter:
     def commit_unit(self, entry: Entry) -> None:
         """Wait for the disk and enter a staged unit in the journal; from then on it survives a kill and a power cut.
 
-        Raises CheckpointError where the unit before it was staged and not committed.
+        Raises CheckpointError where the unit before it was staged and not committed: behind a refused one none counts.
         """
+        if entry.file != _unit_file(len(self._entries)):
+            raise CheckpointError(f"unit {entry.unit!r} cannot count: the one before it was not written")
         path = self._units / entry.file
-        try:
-            if entry.file != _unit_file(len(self._entries)):
-                raise CheckpointError(f"unit {entry.unit!r} cannot count: the one before it was not written")
-            with disk_errors(path):
-                settle_file(path)
-                sync_folder(self._units)
-                end = append_entry(self._journal, entry, self._journal_end)
-                sync_folder(self._partial)
-        except CannQuantError:  # the system's refusals among them; the unit may be staged again
-            self._staged.discard(entry.unit)
-            self._owners = {name: unit for name, unit in self._owners.items() if unit != entry.unit}
-            raise
+        with disk_errors(path):
+            settle_file(path)
+            sync_folder(self._units)
+            end = append_entry(self._journal, entry, self._journal_end)
+            sync_folder(self._partial)
         self._entries.append(entry)
         self._journal_end = end
 

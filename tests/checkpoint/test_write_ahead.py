@@ -1,5 +1,6 @@
 """Units that a thread writes: in order, all of them, with their errors, and not too many at a time."""
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,36 @@ def test_a_unit_that_the_disk_refuses_ends_the_run_and_is_made_again(
         write(writer, {name: tensors for name, tensors in units(4).items() if name != "0"})
         writer.finish({})
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == {"w0", "w1", "w2", "w3"}
+
+
+def test_behind_a_refused_unit_none_counts_though_the_disk_takes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A quota may spare small units, or space come back: the order of files would be another than without the error."""
+    settle, refused = writer_module.settle_file, threading.Event()
+
+    def refuse_once(path: Path) -> None:
+        if path.name == "00001.safetensors" and not refused.is_set():
+            refused.set()
+            raise OSError(28, "No space left on device")
+        settle(path)
+
+    def write_slowly(ahead: WriteAhead) -> None:
+        for name, tensors in units(6).items():
+            ahead.write_unit(name, tensors, {})
+            if name == "2":
+                refused.wait(60)
+                ahead._committer.submit(int).result()  # the refusal is dealt with before the next one is staged
+
+    monkeypatch.setattr(writer_module, "settle_file", refuse_once)
+    with (
+        CheckpointWriter.open(tmp_path / "out", run={}) as writer,
+        pytest.raises(CannQuantError, match="No space left"),
+        WriteAhead(writer) as ahead,
+    ):
+        write_slowly(ahead)
+    with CheckpointWriter.open(tmp_path / "out", run={}) as writer:
+        assert list(writer.completed) == ["0"]
 
 
 def test_a_unit_counts_only_when_the_disk_has_it(tmp_path: Path) -> None:
