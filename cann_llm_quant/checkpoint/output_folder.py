@@ -4,13 +4,15 @@
     OUT.partial/lock       held while a process writes
     OUT.partial/result/    the output as it grows; its renaming to OUT publishes it
 
-The rules of `CheckpointWriter` about OUT, but nothing is continued: the same command starts again.
+The rules of `CheckpointWriter` about OUT, but nothing is continued: the same command starts again, and what a refusal
+leaves is deleted.
 """
 
 import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any, BinaryIO
 
 from cann_llm_quant.checkpoint.claim import clear_leftover, discard, lock_folder, settle
@@ -22,7 +24,7 @@ from cann_llm_quant.checkpoint.output_place import (
     partial_path,
     place_errors,
 )
-from cann_llm_quant.errors import UsageError
+from cann_llm_quant.errors import InputError, UsageError
 
 
 class OutputFolder:
@@ -54,8 +56,24 @@ class OutputFolder:
     def __enter__(self) -> "OutputFolder":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None and issubclass(kind, InputError):
+            self._abandon()
         self._lock.close()
+
+    def _abandon(self) -> None:
+        """Delete what a refused run wrote: nothing could go on with it, and another command would be held up.
+
+        An OUT that was moved aside stays, for a run that puts it back.
+        """
+        if not self._partial.exists() or (self._partial / "replaced").exists():
+            return
+        with disk_errors(self._partial):
+            os.replace(self._partial, done_path(self._out))
+            sync_folder(self._out.parent)
+            discard(done_path(self._out), self._lock)
 
     def publish(self, files: Mapping[str, bytes]) -> Path:
         """Add small `files` by relative name and make OUT of `result`; returns OUT."""

@@ -27,7 +27,7 @@ _ROUNDING, _FLOAT32_STEPS = 1.0, 2.0**-20
 def encode_static(
     module: str, codes: Tensor, scale: Tensor, inputs: InputQuantizer | None, bias: Tensor | None, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """By suffix; `scale` is `[out, 1]`, `dtype` the model's. Raises CheckpointError for a bias out of range."""
+    """By suffix; `scale` is `[out, 1]`, `dtype` the model's. Raises UnsupportedError for a bias out of range."""
     assert inputs is not None, "a static linear has a stored range"
     assert inputs.fixed is not None, "a static linear has a stored range"
     input_scale = inputs.fixed.scale.to(torch.float32).view(1)
@@ -36,7 +36,7 @@ def encode_static(
     deq_scale = scale.flatten() * input_scale
     quant_bias = exact_quant_bias(codes, deq_scale, offset, bias)
     if not bool((quant_bias.abs() <= _INT32.max).all()):  # NaN, where a scale underflows, is refused too
-        raise CheckpointError(
+        raise UnsupportedError(
             f"{module}: its bias is over 2^31 steps of {float(deq_scale.min()):g}, too large for quant_bias; keep the "
             "linear in float or quantize its input dynamically"
         )

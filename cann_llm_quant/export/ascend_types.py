@@ -68,7 +68,7 @@ def encode_linear(
     """The stored tensors of a linear as `kind`, by full name, its float bias included.
 
     `dtype` is the model's, `slices` how many parts `scale_bias` is summed in. Raises CheckpointError for scales that
-    are not finite and for a bias that `quant_bias` cannot hold, UnsupportedError for scattered groups.
+    are not finite, UnsupportedError for a bias that `quant_bias` cannot hold and for scattered groups.
     """
     if weight.group_index is not None and weight.scale.shape[1] > 1:
         raise UnsupportedError(

@@ -109,8 +109,7 @@ class AwqEncoder:
     ) -> dict[str, Tensor]:
         """The stored tensors of one linear.
 
-        Raises UnsupportedError for columns that are scattered over groups, CheckpointError for scales or a bias beyond
-        float16.
+        Raises UnsupportedError for columns that are scattered over groups and for scales or a bias beyond float16.
         """
         if module in self.floats:
             return dense(module, weight, bias)
@@ -154,7 +153,7 @@ def _group_size(scheme: Scheme) -> int:
 def encode(module: str, weight: QuantizedTensor, bias: Tensor | None = None) -> dict[str, Tensor]:
     """The stored tensors of one linear of 4 bits by full name; 8 must divide its rows.
 
-    Raises CheckpointError for scales or a bias beyond float16.
+    Raises UnsupportedError for scales or a bias beyond float16.
     """
     tensors = {
         "qweight": _pack_matrix(weight),

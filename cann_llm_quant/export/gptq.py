@@ -113,7 +113,7 @@ class GptqEncoder:
     def encode(
         self, module: str, weight: QuantizedTensor, inputs: InputQuantizer | None, bias: Tensor | None
     ) -> dict[str, Tensor]:
-        """The stored tensors of one linear. Raises UnsupportedError and CheckpointError as `gptq.encode`."""
+        """The stored tensors of one linear. Raises UnsupportedError as `gptq.encode`."""
         if module in self.floats:
             return dense(module, weight, bias)
         assert inputs is None, "refused: GPTQ stores weights only"
@@ -137,8 +137,8 @@ class GptqEncoder:
 def encode(module: str, weight: QuantizedTensor, version: Version, bias: Tensor | None = None) -> dict[str, Tensor]:
     """The stored tensors of one linear, by full name.
 
-    Raises UnsupportedError for a zero point that version 1 cannot say, CheckpointError for scales or a bias beyond
-    float16. Rows and columns must be multiples of 32.
+    Raises UnsupportedError for a zero point that version 1 cannot say and for scales or a bias beyond float16. Rows
+    and columns must be multiples of 32.
     """
     bits, (out, columns) = weight.scheme.bits, weight.shape
     tensors = {

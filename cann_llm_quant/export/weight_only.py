@@ -87,10 +87,10 @@ def zero_fields(weight: QuantizedTensor) -> UInt8[Tensor, "out groups"]:
 
 
 def half_precision(name: str, tensor: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """The tensor in float16. Raises CheckpointError where it holds more than float16 does."""
+    """The tensor in float16. Raises UnsupportedError where it holds more than float16 does."""
     halves = tensor.to(torch.float16)
     if not bool(halves.isfinite().all()):
-        raise CheckpointError(
+        raise UnsupportedError(
             f"{name} holds {float(tensor.abs().amax()):g}, beyond float16, which the layout stores; export to another"
         )
     return halves

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from cann_llm_quant.checkpoint.output_folder import OutputFolder
 from cann_llm_quant.checkpoint.writer import CheckpointWriter, check_output
-from cann_llm_quant.errors import UsageError
+from cann_llm_quant.errors import CheckpointError, UsageError
 from cann_llm_quant.export import inference_config, to_float
 
 RUN: dict[str, Any] = {"source": "abc"}
@@ -235,3 +236,19 @@ def test_names_that_a_c_locale_cannot_decode_are_stored_and_resumed_in_any_local
         writer.write_unit("w", {"y": torch.zeros(1)}, {"alone": "\ud800"})
     with CheckpointWriter.open(tmp_path / "out", run={"data": name}) as writer:
         assert list(writer.completed.values())[1:] == [{"latin": "caf�"}, {"alone": "?"}]
+
+
+def test_a_refused_run_that_nothing_continues_leaves_only_an_out_that_was_moved_aside(tmp_path: Path) -> None:
+    def refuse(*, aside: bool) -> None:
+        with OutputFolder.open(tmp_path / "out", run={"a": 1}, overwrite=False, sources=[]) as folder:
+            (folder.result / "large").write_bytes(b"x")
+            if aside:  # by a run that was killed before it had put its result in the place
+                (tmp_path / "out.partial" / "replaced").mkdir()
+            raise CheckpointError("no number")
+
+    with pytest.raises(CheckpointError, match="no number"):
+        refuse(aside=False)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(CheckpointError, match="no number"):
+        refuse(aside=True)
+    assert (tmp_path / "out.partial" / "replaced").is_dir()

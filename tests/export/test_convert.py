@@ -10,7 +10,7 @@ from native_folders import save_native
 from safetensors.torch import load_file, save_file
 from tiny_models import our_logits, save_tiny
 
-from cann_llm_quant.errors import ResumeError, UnsupportedError
+from cann_llm_quant.errors import InputError, ResumeError, UnsupportedError
 from cann_llm_quant.export.convert import convert
 from cann_llm_quant.export.layouts import ExportOptions, export_model
 from cann_llm_quant.export.native_encoder import NativeEncoder
@@ -148,3 +148,23 @@ def test_what_only_the_weights_show_leaves_nothing_behind(tmp_path: Path) -> Non
         export_model(source, out, "gptq", ExportOptions())
     assert {path.name for path in tmp_path.iterdir()} == {"m", "q"}
     assert export_model(source, out, "gptq_v2", ExportOptions()).path == out
+
+
+@pytest.mark.parametrize("layout", ["awq", "gptq", "gguf"])
+def test_scales_beyond_a_layout_leave_nothing_behind_but_what_was_there(tmp_path: Path, layout: str) -> None:
+    """float16 ends at 65504; the same place then takes a layout that keeps scales in bfloat16."""
+    source = save_native(save_tiny(tmp_path / "m", num_hidden_layers=2), tmp_path / "q", INT4)
+    stored = load_file(source / "model.safetensors")
+    stored["model.layers.1.mlp.up_proj.weight_scale"][3, 1] = 1e5
+    save_file(stored, source / "model.safetensors", metadata={"format": "pt"})
+    out, options = tmp_path / "out", ExportOptions(tokenizer=layout != "gguf")
+    refused = pytest.raises(InputError, match=r"layers\.1\.mlp\.up_proj.*float16")
+    with refused:
+        export_model(source, out, layout, options)
+    assert {path.name for path in tmp_path.iterdir()} == {"m", "q"}
+    export_model(source, out, "mlx", ExportOptions())
+    before = {path: path.read_bytes() for path in out.iterdir()}
+    with refused:
+        export_model(source, out, layout, replace(options, overwrite=True))
+    assert {path.name for path in tmp_path.iterdir()} == {"m", "q", "out"}
+    assert {path: path.read_bytes() for path in out.iterdir()} == before
