@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Lock
 from typing import Generic, TypeVar
 
 import torch
@@ -50,12 +51,29 @@ def _ahead(pool: ThreadPoolExecutor, jobs: Iterable[Job[Made]]) -> Iterator[Made
         yield begun.popleft()[1].result()
 
 
+class _Taken:
+    """How many threads torch had before the exports that go on in this process, whose setting it is, took them."""
+
+    lock = Lock()
+    exports = 0
+    threads = 1
+
+
 @contextmanager
 def one_thread_each() -> Iterator[int]:
-    """Torch's operators run in one thread meanwhile; gives the number of threads that they had."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    """Torch's operators run in one thread meanwhile; gives the number of threads that they had.
+
+    Exports may overlap, in threads of their own: each leaves torch the threads that it had before the first.
+    """
+    with _Taken.lock:
+        if not _Taken.exports:
+            _Taken.threads = torch.get_num_threads()
+        _Taken.exports += 1
+        threads = _Taken.threads
+        torch.set_num_threads(1)
     try:
         yield threads
     finally:
-        torch.set_num_threads(threads)
+        with _Taken.lock:
+            _Taken.exports -= 1
+            torch.set_num_threads(threads)

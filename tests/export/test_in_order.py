@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cann_llm_quant.export import in_order as module
-from cann_llm_quant.export.in_order import Job, in_order
+from cann_llm_quant.export.in_order import Job, in_order, one_thread_each
 
 
 @pytest.fixture(autouse=True)
@@ -81,3 +81,29 @@ def test_one_who_stops_asking_leaves_nothing_behind() -> None:
     with in_order(number(n) for n in range(100)) as made:
         next(made)
     assert threading.active_count() == before
+
+
+def test_exports_that_overlap_have_and_leave_torchs_threads_as_before_the_first() -> None:
+    """The second begins while the first holds the setting and ends after it: what it found is no number to restore."""
+    begun, first_ended = threading.Event(), threading.Event()
+    had: list[int] = []
+
+    def second() -> None:
+        with one_thread_each() as threads:
+            had.append(threads)
+            begun.set()
+            first_ended.wait(60)
+        had.append(torch.get_num_threads())
+
+    other = threading.Thread(target=second)
+    with one_thread_each():
+        other.start()
+        assert begun.wait(60)
+    first_ended.set()
+    other.join()
+    assert had == [2, 2]
+    found: list[int] = []
+    late = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+    late.start()
+    late.join()
+    assert found == [2]
