@@ -65,7 +65,9 @@ class MlxEncoder:
     def check(self, model: PackedModel) -> list[str]:
         """Warnings. Raises UnsupportedError for experts that mlx-lm cannot load and where nothing is quantized."""
         if not model.schemes:
-            raise UnsupportedError("no linear is in codes, so there is nothing to write in MLX; export to float")
+            raise UnsupportedError(
+                "no linear is in codes, so there is nothing to write in MLX; quantize the model first"
+            )
         if any(layer.moe for layer in model.arch.layers) and model.arch.model_type not in _STACKED:
             raise UnsupportedError(
                 f"mlx-lm loads no quantized experts of {model.arch.model_type} one by one; export to float and run "

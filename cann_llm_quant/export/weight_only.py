@@ -45,7 +45,8 @@ def linears_only(layout: str, model: PackedModel, floats: frozenset[str]) -> Pac
     """
     kept = replace(model, schemes={module: own for module, own in model.schemes.items() if module not in floats})
     if not kept.schemes:
-        raise UnsupportedError(f"no linear is in codes, so there is nothing to write in {layout}; export to float")
+        way = "export to float" if model.schemes else "quantize the model first"  # of floats nothing is made float
+        raise UnsupportedError(f"no linear is in codes, so there is nothing to write in {layout}; {way}")
     linears = {spec.module for layer in model.arch.layers for spec in layer.linears} | {model.arch.head_module}
     others = [module for module in kept.schemes if module not in linears]
     if others:
