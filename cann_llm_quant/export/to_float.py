@@ -14,12 +14,14 @@ from torch import Tensor
 from cann_llm_quant import __version__
 from cann_llm_quant.checkpoint.write_ahead import WriteAhead
 from cann_llm_quant.checkpoint.writer import CheckpointWriter, WrittenCheckpoint, check_output
+from cann_llm_quant.errors import UnsupportedError
 from cann_llm_quant.export.in_order import Job, in_order
 from cann_llm_quant.export.model_config import json_bytes, output_config
 from cann_llm_quant.export.native_reader import NativeReader
 from cann_llm_quant.export.packed import open_packed
 from cann_llm_quant.export.packed_checkpoint import PackedCheckpoint
 from cann_llm_quant.export.packed_model import storage_dtype, units
+from cann_llm_quant.export.weight_only import has_infinity
 from cann_llm_quant.models import arch_from_checkpoint
 
 FILE_NAME = "float_export.json"
@@ -37,7 +39,8 @@ def export_to_float(
     """Dequantize every packed linear; `dtype` None keeps the storage type, float32 loses nothing.
 
     A few layers are in memory at a time. Raises UsageError for an `output` that cannot be written or must not be
-    replaced, UnsupportedError for a source that is not quantized, CheckpointError for one that is damaged.
+    replaced, UnsupportedError for a source that is not quantized and for numbers that float16 cannot hold,
+    CheckpointError for a source that is damaged.
     """
     check_output(output, overwrite=overwrite, sources=[Path(source)] if Path(source).exists() else [])
     with open_packed(str(source), dtype) as checkpoint:
@@ -47,7 +50,11 @@ def export_to_float(
         with CheckpointWriter.open(
             output, run=run, max_shard_bytes=max_shard_bytes, overwrite=overwrite, sources=[checkpoint.path]
         ) as writer:
-            _write_units(writer, checkpoint, parts, dtype, progress)
+            try:
+                _write_units(writer, checkpoint, parts, dtype, progress)
+            except UnsupportedError:  # of numbers, which only the weights show
+                writer.abandon()
+                raise
             stored = str(storage_dtype(checkpoint, arch, dtype)).removeprefix("torch.")
             config = output_config(checkpoint.config, arch, stored, None)
             files = {"config.json": json_bytes(config), FILE_NAME: json_bytes(_origin(checkpoint))}
@@ -64,7 +71,7 @@ def _write_units(
     completed = set(writer.completed)
 
     def job(name: str) -> Job[Tensor]:
-        return Job(checkpoint.tensors[name].nbytes, lambda: _cast(checkpoint.load(name), dtype))
+        return Job(checkpoint.tensors[name].nbytes, lambda: _load(checkpoint, name, dtype))
 
     jobs = (job(name) for unit, names in parts.items() if unit not in completed for name in names)
     with in_order(jobs) as made, WriteAhead(writer) as ahead:
@@ -74,9 +81,17 @@ def _write_units(
             progress(done + 1, len(parts))
 
 
-def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Floating tensors as `dtype`; integers and flags are no weights to round."""
-    return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
+def _load(checkpoint: PackedCheckpoint[Any], name: str, dtype: torch.dtype | None) -> Tensor:
+    """A tensor, floating ones as `dtype`; integers and flags are no weights to round.
+
+    Raises UnsupportedError where float16 makes an infinity of a number.
+    """
+    tensor = checkpoint.load(name)
+    cast = tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
+    made = cast is not tensor or name.removesuffix(".weight") in checkpoint.modules
+    if cast.dtype == torch.float16 and made and has_infinity(cast) and (cast is tensor or not has_infinity(tensor)):
+        raise UnsupportedError(f"{name} holds numbers beyond float16; export with --dtype bf16 or fp32")
+    return cast
 
 
 def _origin(checkpoint: PackedCheckpoint[Any]) -> dict[str, str]:

@@ -134,9 +134,14 @@ def stored_matrix(checkpoint: Checkpoint, name: str, dtype: torch.dtype | None) 
     return info.shape[0], info.shape[1]
 
 
+def has_infinity(tensor: Float[Tensor, "..."]) -> bool:
+    """Whether a number is infinite or NaN, of a type whose extremes torch can tell."""
+    # NaN is either end of what it is among; looking at every number takes fifteen times as long
+    return bool(tensor.numel()) and not all(bool(end.isfinite()) for end in torch.aminmax(tensor))
+
+
 def finite(name: str, tensor: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     """The tensor. Raises CheckpointError where it holds NaN or infinity."""
-    # NaN is either end of what it is among; looking at every number takes fifteen times as long
-    if tensor.numel() and not all(bool(end.isfinite()) for end in torch.aminmax(tensor)):
+    if has_infinity(tensor):
         raise CheckpointError(f"{name} holds NaN or infinity; the file is damaged")
     return tensor

@@ -173,7 +173,7 @@ def test_scales_beyond_a_layout_leave_nothing_behind_but_what_was_there(tmp_path
 @pytest.mark.parametrize("layout", ["awq", "gptq", "mlx"])
 def test_of_a_model_in_float_layouts_of_codes_say_what_to_do(tmp_path: Path, layout: str) -> None:
     model = save_tiny(tmp_path / "m", num_hidden_layers=1)
-    with pytest.raises(UnsupportedError, match="no linear is in codes.*; quantize the model first"):
+    with pytest.raises(UnsupportedError, match=r"no linear is in codes.*; quantize the model first"):
         export_model(model, tmp_path / "out", layout, ExportOptions())
     with pytest.raises(UnsupportedError, match="is not quantized"):
         export_model(model, tmp_path / "out", "float", ExportOptions())

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import save_text, save_tiny
 
-from cann_llm_quant.errors import ResumeError, UsageError
+from cann_llm_quant.errors import ResumeError, UnsupportedError, UsageError
 from cann_llm_quant.export.to_float import FILE_NAME, export_to_float
 from cann_llm_quant.pipeline import RunOptions, quantize_model
 from cann_llm_quant.recipe import Calibration, Recipe
@@ -44,6 +44,25 @@ def test_only_floating_tensors_are_cast(packed: Path, tmp_path: Path, dtype: tor
     assert floats == {dtype or torch.bfloat16}
     config = json.loads((tmp_path / "plain" / "config.json").read_text(encoding="utf-8"))
     assert config["torch_dtype"] == str(dtype or torch.bfloat16).removeprefix("torch.")
+
+
+def test_float16_makes_no_infinities(packed: Path, tmp_path: Path) -> None:
+    """Of codes and of plain numbers; what is infinite in the source, as masks of older models are, stays so."""
+    source = shutil.copytree(packed, tmp_path / "q")
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.extra.scale"] = torch.tensor([-torch.inf], dtype=torch.float64)
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    export_to_float(source, tmp_path / "plain", dtype=torch.float16)
+    assert load_file(tmp_path / "plain" / "model.safetensors")["model.extra.scale"].tolist() == [-torch.inf]
+    scale = next(name for name in tensors if name.endswith("v_proj.weight_scale"))
+    for name, large in ((scale, 3e4), ("model.norm.weight", 1e5)):
+        changed = tensors | {name: torch.full_like(tensors[name], large)}
+        save_file(changed, source / "model.safetensors", metadata={"format": "pt"})
+        named = name.replace("weight_scale", "weight")
+        with pytest.raises(UnsupportedError, match=rf"{named} holds numbers beyond float16; .* bf16 or fp32"):
+            export_to_float(source, tmp_path / "large", dtype=torch.float16)
+        assert {path.name for path in tmp_path.iterdir()} == {"q", "plain"}
+    export_to_float(source, tmp_path / "large", dtype=torch.bfloat16)
 
 
 def test_the_packed_model_is_never_replaced_by_its_own_export(packed: Path, tmp_path: Path) -> None:
