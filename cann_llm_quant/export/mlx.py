@@ -28,7 +28,7 @@ from torch import Tensor
 from cann_llm_quant.errors import UnsupportedError
 from cann_llm_quant.export.layout import PackedModel
 from cann_llm_quant.export.model_config import json_bytes, output_config
-from cann_llm_quant.export.weight_only import most_common, nearest_bits, refusal, zero_fields
+from cann_llm_quant.export.weight_only import has_infinity, most_common, nearest_bits, refusal, zero_fields
 from cann_llm_quant.quant.activations import InputQuantizer
 from cann_llm_quant.quant.bit_stream import as_words
 from cann_llm_quant.quant.scheme import ActivationScheme, QuantizedTensor, Scheme, scheme_for
@@ -116,12 +116,17 @@ def _form(scheme: Scheme) -> dict[str, Any]:
 def encode(module: str, weight: QuantizedTensor, bias: Tensor | None = None) -> dict[str, Tensor]:
     """The stored tensors of one linear by full name; biases are rounded to the type of the scales.
 
-    Raises UnsupportedError for columns that are scattered over groups.
+    Raises UnsupportedError for columns that are scattered over groups and for biases beyond the type of the scales.
     """
     if weight.group_index is not None:
         raise UnsupportedError(f"{module} has its columns scattered over groups, which MLX cannot say; requantize it")
     scale = weight.scale.contiguous()
     biases = zero_fields(weight).to(torch.float32).mul_(scale.to(torch.float32)).neg_().to(scale.dtype)
+    if has_infinity(biases):
+        raise UnsupportedError(
+            f"{module}: the product of a zero point and its scale, which MLX stores as {str(scale.dtype)[6:]}, is beyond "
+            f"that under scales of up to {float(scale.abs().amax()):g}; export to another layout"
+        )
     tensors = {"weight": as_words(weight.stream.packed).view(torch.uint32), "scales": scale, "biases": biases}
     if bias is not None:
         tensors["bias"] = bias

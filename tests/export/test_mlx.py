@@ -224,3 +224,15 @@ def test_experts_that_mlx_lm_cannot_stack_are_refused(tmp_path: Path) -> None:
     source = save_tiny(tmp_path / "float", "qwen3_moe")
     with pytest.raises(UnsupportedError, match="mlx-lm loads no quantized experts of qwen3_moe"):
         save_encoded(source, tmp_path / "out", MlxEncoder(), lambda module: scheme_for(4, 32, True))
+
+
+@pytest.mark.parametrize(("scale", "fits"), [(8184.0, True), (8192.0, False)])
+def test_minima_beyond_float16_are_refused(scale: float, fits: bool) -> None:
+    """A symmetric minimum is -8 scales; float16 ends at 65504, and 8 * 8192 is 65536."""
+    scheme = scheme_for(4, 32, True)
+    weight = QuantizedTensor(torch.zeros(2, 32, dtype=torch.int8), torch.full((2, 1), scale).half(), None, scheme)
+    if fits:
+        assert encode("m", weight)["m.biases"].tolist() == [[-8 * scale]] * 2
+        return
+    with pytest.raises(UnsupportedError, match=r"m: .* stores as float16, is beyond that under scales of up to 8192;"):
+        encode("m", weight)
