@@ -124,8 +124,8 @@ def encode(module: str, weight: QuantizedTensor, bias: Tensor | None = None) -> 
     biases = zero_fields(weight).to(torch.float32).mul_(scale.to(torch.float32)).neg_().to(scale.dtype)
     if has_infinity(biases):
         raise UnsupportedError(
-            f"{module}: the product of a zero point and its scale, which MLX stores as {str(scale.dtype)[6:]}, is beyond "
-            f"that under scales of up to {float(scale.abs().amax()):g}; export to another layout"
+            f"{module}: the product of a zero point and its scale, which MLX stores as {str(scale.dtype)[6:]}, is "
+            f"beyond that under scales of up to {float(scale.abs().amax()):g}; export to another layout"
         )
     tensors = {"weight": as_words(weight.stream.packed).view(torch.uint32), "scales": scale, "biases": biases}
     if bias is not None:
