@@ -5,7 +5,7 @@ type are in ascend_types.py, those of the KV cache in ascend_kv.py, what each ru
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -30,7 +30,6 @@ class _Plan:
     """What `check` settles for the rest of the work."""
 
     types: Mapping[str, AscendType]
-    fused: Mapping[str, tuple[str, ...]]
     row_parallel: frozenset[str]
     kv: Mapping[str, Mapping[str, Tensor]]
     dtype: torch.dtype
@@ -39,17 +38,24 @@ class _Plan:
 class AscendEncoder:
     """Writes for one `runtime`, a key of `ascend_targets.TARGETS`; without `kv_cache` the cache's formats are left out.
 
-    `check` must have been called before anything is encoded: the model decides the form of some tensors.
+    `inputs` gives how a linear's input is quantized, where there are linears already. `check` must have been called
+    before anything is encoded: the model decides the form of some tensors.
     """
 
     layout = "ascend"
     stem = "quant_model_weights"
 
-    def __init__(self, runtime: str = DEFAULT_RUNTIME, *, kv_cache: bool = True) -> None:
+    def __init__(
+        self,
+        runtime: str = DEFAULT_RUNTIME,
+        *,
+        kv_cache: bool = True,
+        inputs: Callable[[str], InputQuantizer | None] = lambda module: None,
+    ) -> None:
         self.target: Target = target_named(runtime)
         self._keep_cache = kv_cache
         self._plan: _Plan | None = None
-        self._ranges: dict[tuple[str, ...], tuple[str, tuple[float, float]]] = {}
+        self._inputs = inputs
 
     def refusal(
         self, module: str, scheme: Scheme, activations: ActivationScheme | None, shape: tuple[int, int]
@@ -65,6 +71,7 @@ class AscendEncoder:
         """Warnings about the whole model. Raises UnsupportedError for what would not load or be computed wrongly."""
         types = ascend_traps.linear_types(model, self.target)
         warnings = ascend_traps.check_model(model, types, self.target)
+        self._check_shared_ranges(model, types)
         kv = ascend_kv.encode_kv(model) if self._keep_cache else {}
         if kv and not self.target.kv_cache:
             raise UnsupportedError(
@@ -72,8 +79,7 @@ class AscendEncoder:
             )
         specs = [spec for layer in model.arch.layers for spec in layer.linears]
         rows = frozenset(spec.module for spec in specs if spec.role.rpartition(".")[2] in ("o", "down"))
-        fused = {module: members for members in model.fused() for module in members}
-        self._plan = _Plan(types, fused, rows, kv, model.dtype)
+        self._plan = _Plan(types, rows, kv, model.dtype)
         return warnings + (ascend_kv.kv_warnings(model) if self._keep_cache else [])
 
     def encode(
@@ -81,8 +87,6 @@ class AscendEncoder:
     ) -> dict[str, Tensor]:
         """All stored tensors of one quantized linear, and the scales of the cache that lie beside it."""
         plan = self._checked()
-        if plan.types[module] == "W8A8":
-            self._check_shared_range(module, inputs)
         slices = ROW_SLICES if module in plan.row_parallel else 1
         stored = encode_linear(module, plan.types[module], weight, inputs, bias, dtype=plan.dtype, slices=slices)
         return stored | dict(plan.kv.get(module, {}))
@@ -113,19 +117,26 @@ class AscendEncoder:
         assert self._plan is not None, "check comes first"
         return self._plan
 
-    def _check_shared_range(self, module: str, inputs: InputQuantizer | None) -> None:
+    def _check_shared_ranges(self, model: PackedModel, types: Mapping[str, AscendType]) -> None:
         """C24: a fused matrix has one input range at run time, that of its last member."""
-        members = self._checked().fused.get(module)
-        if members is None or inputs is None or inputs.fixed is None:
-            return
+        for members in model.fused():
+            ranges = {module: self._range(module) for module in members if types.get(module) == "W8A8"}
+            first, shared = next(iter(ranges.items()), ("", None))
+            for module, own in ranges.items():
+                if own != shared and own is not None and shared is not None:
+                    raise UnsupportedError(
+                        f"{module} has input scale {own[0]:g} and zero point {own[1]:g}, {first} has {shared[0]:g} and "
+                        f"{shared[1]:g}; Ascend runtimes fuse them and keep one, so calibrate them as one or make them "
+                        "dynamic"
+                    )
+
+    def _range(self, module: str) -> tuple[float, float] | None:
+        """The stored scale and zero point of a linear's input."""
+        inputs = self._inputs(module)
+        if inputs is None or inputs.fixed is None:
+            return None
         zero_point = inputs.fixed.zero_point
-        own = float(inputs.fixed.scale), 0.0 if zero_point is None else float(zero_point)
-        first, shared = self._ranges.setdefault(members, (module, own))
-        if shared != own:
-            raise UnsupportedError(
-                f"{module} has input scale {own[0]:g} and zero point {own[1]:g}, {first} has {shared[0]:g} and "
-                f"{shared[1]:g}; Ascend runtimes fuse them and keep one, so calibrate them as one or make them dynamic"
-            )
+        return float(inputs.fixed.scale), 0.0 if zero_point is None else float(zero_point)
 
 
 def _type_of_tensor(name: str, types: Mapping[str, AscendType]) -> str:

@@ -288,12 +288,17 @@ def _gptq(version: Literal[1, 2]) -> Callable[[PackedModel, Checkpoint | None, E
     return make
 
 
+def _ascend(model: PackedModel, checkpoint: Checkpoint | None, options: ExportOptions) -> Encoder:
+    runtime = options.runtime or DEFAULT_RUNTIME
+    if isinstance(checkpoint, PackedCheckpoint):
+        return AscendEncoder(runtime, kv_cache=options.kv_cache, inputs=checkpoint.inputs)
+    return AscendEncoder(runtime, kv_cache=options.kv_cache)
+
+
 # For a model, and the source that it lies in; None before there is one.
 _ENCODERS: Mapping[str, Callable[[PackedModel, Checkpoint | None, ExportOptions], Encoder]] = {
     "compressed-tensors": _native,
-    "ascend": lambda model, checkpoint, options: AscendEncoder(
-        options.runtime or DEFAULT_RUNTIME, kv_cache=options.kv_cache
-    ),
+    "ascend": _ascend,
     "awq": lambda model, checkpoint, options: AwqEncoder(floats=_outer(model, head=True)),
     "gptq": _gptq(1),
     "gptq_v2": _gptq(2),

@@ -19,7 +19,8 @@ from ascend_folders import (
     packed_model,
     save_ascend,
 )
-from native_folders import round_weight
+from native_folders import save_native
+from safetensors.torch import load_file, save_file
 from tiny_models import save_tiny
 
 from cann_llm_quant.checkpoint import open_checkpoint
@@ -27,6 +28,7 @@ from cann_llm_quant.errors import CheckpointError, UnsupportedError, UsageError
 from cann_llm_quant.export.ascend import AscendEncoder
 from cann_llm_quant.export.ascend_reader import AscendReader
 from cann_llm_quant.export.layout import Encoder, Reader
+from cann_llm_quant.export.layouts import ExportOptions, export_model
 from cann_llm_quant.quant.activations import InputQuantizer, InputRange
 from cann_llm_quant.quant.kv import KvPlan, KvScales, KvScheme, LayerKv
 from cann_llm_quant.quant.scheme import ActivationScheme, QuantizedTensor, Scheme
@@ -203,14 +205,32 @@ def test_embeddings_and_heads(models):
 def test_c24_fused_linears_share_one_input_range(models):
     choose = by_suffix(dict.fromkeys(("q_proj", "k_proj", "v_proj"), (INT8, STATIC)))
     model, _ = packed_model(models["llama"], choose)
-    encoder = AscendEncoder()
-    encoder.check(model)
-    other = InputQuantizer(STATIC, InputRange(torch.tensor([0.5])))
-    q, k = round_weight(torch.randn(64, 64), INT8), round_weight(torch.randn(32, 64), INT8)
-    encoder.encode(f"{LAYER}.self_attn.q_proj", q, input_of(STATIC), None)
-    encoder.encode(f"{LAYER}.self_attn.k_proj", k, input_of(STATIC), None)
-    with pytest.raises(UnsupportedError, match=r"v_proj has input scale 0.5 .* calibrate them as one"):
-        encoder.encode(f"{LAYER}.self_attn.v_proj", k, other, None)
+    other = f"{LAYER}.self_attn.v_proj"
+
+    def inputs(module: str) -> InputQuantizer:
+        return InputQuantizer(STATIC, InputRange(torch.tensor([0.5 if module == other else 0.25])))
+
+    with pytest.raises(
+        UnsupportedError, match=r"v_proj has input scale 0\.5 .*q_proj has 0\.25 .* calibrate them as one"
+    ):
+        AscendEncoder(inputs=inputs).check(model)
+    other = "none"
+    assert AscendEncoder(inputs=inputs).check(model) == AscendEncoder().check(model)
+
+
+def test_c24_is_seen_before_work_and_in_the_same_words_each_time(tmp_path):
+    """Linears are encoded by several threads: none of them may find the difference first."""
+    model = save_tiny(tmp_path / "m", num_hidden_layers=1)
+    source = save_native(model, tmp_path / "q", INT8, STATIC)
+    loaded = load_file(source / "model.safetensors")
+    stored = {name: tensor.bfloat16() if tensor.is_floating_point() else tensor for name, tensor in loaded.items()}
+    scales = {name.replace("weight_scale", "input_scale") for name in stored if name.endswith("weight_scale")}
+    stored |= {name: torch.tensor([0.5 if "q_proj" in name else 0.25]) for name in scales}
+    save_file(stored, source / "model.safetensors", metadata={"format": "pt"})
+    steps: list[int] = []
+    with pytest.raises(UnsupportedError, match=r"k_proj has input scale 0\.25 .*q_proj has 0\.5 "):
+        export_model(source, tmp_path / "out", "ascend", ExportOptions(), progress=lambda done, _: steps.append(done))
+    assert not steps
 
 
 def test_a_bias_beyond_int32_and_scattered_groups_are_refused(models):
