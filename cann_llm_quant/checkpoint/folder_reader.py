@@ -1,7 +1,9 @@
 """A model folder in the Hugging Face layout: `config.json`, weight shards of one kind, companion files."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from threading import Lock
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,8 +21,12 @@ from cann_llm_quant.errors import CheckpointError
 
 @runtime_checkable
 class Shard(Protocol):
-    """One weight file: what it holds, and one tensor of it at a time."""
+    """One weight file: what it holds, and one tensor of it at a time.
 
+    `alone` says that reading leaves something in memory, so that two threads must not do so at once.
+    """
+
+    alone: bool
     path: Path
     header: bytes
     tensors: dict[str, TensorInfo]
@@ -46,6 +52,7 @@ class FolderCheckpoint:
         infos = {name: shard.tensors[name] for name, shard in self._home.items()}
         self._tensors: Mapping[str, TensorInfo] = MappingProxyType(infos)
         self._last: Shard | None = None
+        self._reading = Lock()
 
     @property
     def path(self) -> Path:
@@ -71,10 +78,11 @@ class FolderCheckpoint:
         shard = self._home.get(name)
         if shard is None:
             raise CheckpointError(f"{self._path} has no tensor {name!r}; its files hold {len(self._tensors)} others")
-        last, self._last = self._last, shard
-        if last is not None and last is not shard:
-            last.release()
-        return shard.load(name)
+        with self._reading if shard.alone else nullcontext():
+            last, self._last = self._last, shard
+            if last is not None and last is not shard:
+                last.release()
+            return shard.load(name)
 
     def companion_files(self) -> dict[str, bytes]:
         """Tokenizer, templates, generation config, licence and model card, byte for byte."""

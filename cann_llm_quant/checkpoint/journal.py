@@ -36,15 +36,18 @@ class Entry:
 
 
 @contextmanager
-def disk_errors(folder: Path) -> Iterator[None]:
-    """Turn the system's refusal to write under `folder` (full, read-only) into a user's error."""
+def disk_errors(folder: Path, *, resumes: bool = True) -> Iterator[None]:
+    """Turn the system's refusal to write under `folder` (full, read-only) into a user's error.
+
+    `resumes` says whether the same command goes on with what was written or starts anew.
+    """
     try:
         yield
     except OSError as error:
         reason = error.strerror or str(error)
         raise CannQuantError(
             f"cannot write {error.filename or folder}: {reason}; free space or fix the folder, then run "
-            "the same command again, it resumes"
+            f"the same command again, it {'resumes' if resumes else 'starts anew'}"
         ) from error
 
 

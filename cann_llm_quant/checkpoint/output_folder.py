@@ -43,7 +43,7 @@ class OutputFolder:
         out = Path(os.path.abspath(out))
         check_output(out, overwrite=overwrite, sources=sources)
         identity = json.loads(encode_json({"max_shard_bytes": 0, "run": run}))
-        with disk_errors(partial_path(out)), place_errors(out):
+        with disk_errors(partial_path(out), resumes=False), place_errors(out):
             clear_leftover(out, identity, overwrite)
             lock = lock_folder(partial_path(out))
             try:
@@ -70,14 +70,14 @@ class OutputFolder:
         """
         if not self._partial.exists() or (self._partial / "replaced").exists():
             return
-        with disk_errors(self._partial):
+        with disk_errors(self._partial, resumes=False):
             os.replace(self._partial, done_path(self._out))
             sync_folder(self._out.parent)
             discard(done_path(self._out), self._lock)
 
     def publish(self, files: Mapping[str, bytes]) -> Path:
         """Add small `files` by relative name and make OUT of `result`; returns OUT."""
-        with disk_errors(self._partial):
+        with disk_errors(self._partial, resumes=False):
             for name, content in files.items():
                 path = self.result / name
                 path.parent.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,6 @@ the last such file stays in memory while its tensors are asked for.
 import pickle
 import zipfile
 from pathlib import Path
-from threading import Lock
 
 import torch
 from torch import Tensor
@@ -31,8 +30,8 @@ class PickleShard:
         refuse_lfs_pointer(path)
         self.path = path
         self._whole: dict[str, Tensor] | None = None
-        self._lock = Lock()  # several threads may read one checkpoint
         self._mapped = _is_zip(path)
+        self.alone = not self._mapped
         self.tensors = {
             name: TensorInfo(name, t.dtype, tuple(t.shape), path.name, t.numel() * t.element_size())
             for name, t in _read(path, self._mapped).items()
@@ -42,8 +41,7 @@ class PickleShard:
         """The tensor in its stored dtype, owning its memory. `name` must be one of `tensors`."""
         if self._mapped:
             return _own(_read(self.path, mapped=True)[name])
-        with self._lock:
-            whole = self._whole = self._whole or _read(self.path, mapped=False)
+        whole = self._whole = self._whole or _read(self.path, mapped=False)
         return _own(whole[name])
 
     def release(self) -> None:

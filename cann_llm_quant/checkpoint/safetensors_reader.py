@@ -49,6 +49,8 @@ class SafetensorsShard:
     has a type that torch cannot hold.
     """
 
+    alone = False
+
     def __init__(self, path: Path) -> None:
         refuse_lfs_pointer(path)
         try:

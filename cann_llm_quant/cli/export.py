@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cann_llm_quant.cli import export_flags as flag
-from cann_llm_quant.cli.options import Debug, Json, parse_size
+from cann_llm_quant.cli.options import AllowPickle, Debug, Json, parse_size
 from cann_llm_quant.cli.progress import Step, show_progress
 from cann_llm_quant.cli.terminal import Reply, print_facts, printable, size
 
@@ -41,6 +41,7 @@ def export(
         str, typer.Option("--max-shard-size", metavar="SIZE", help="Largest weight file.")
     ] = "5GB",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing or unfinished output.")] = False,
+    allow_pickle: AllowPickle = False,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -59,6 +60,7 @@ def export(
         soc_version=soc_version,
         tokenizer=tokenizer,
         kv_cache=kv_cache,
+        allow_pickle=allow_pickle,
         max_shard_bytes=shard,
         overwrite=overwrite,
     )

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cann_llm_quant.cli.options import Debug, Json
+from cann_llm_quant.cli.options import AllowPickle, Debug, Json
 from cann_llm_quant.cli.progress import Step, show_progress
 from cann_llm_quant.cli.terminal import Reply, one_line, print_facts, printable
 
@@ -36,6 +36,7 @@ def verify(
     load: Annotated[
         bool, typer.Option("--load", help="Load it with the layout's own runtime too, where that is installed.")
     ] = False,
+    allow_pickle: AllowPickle = False,
     json: Json = False,
     debug: Debug = False,
 ) -> int:
@@ -50,7 +51,10 @@ def verify(
 
     with show_progress("parts") as progress:
         result = examine(
-            output, against, tick=lambda done, total, what: progress(Step("verify", done, total, layer=what))
+            output,
+            against,
+            allow_pickle=allow_pickle,
+            tick=lambda done, total, what: progress(Step("verify", done, total, layer=what)),
         )
         loaded = load_in_runtime(result.path, result.layout, result.findings) if load and result.passed else None
     value = describe(result, loaded)

@@ -51,6 +51,7 @@ def convert(
     *,
     regroup: int | None = None,
     requantize: bool = False,
+    allow_pickle: bool = False,
     options: Mapping[str, Any] | None = None,
     max_shard_bytes: int = 5_000_000_000,
     overwrite: bool = False,
@@ -61,7 +62,7 @@ def convert(
     Raises UsageError for an `output` that cannot be written or must not be replaced, UnsupportedError for what the
     layout cannot hold (see `fitting`), CheckpointError for a source that is damaged.
     """
-    with open_source(str(source), dtype=None) as checkpoint:
+    with open_source(str(source), allow_pickle=allow_pickle, dtype=None) as checkpoint:
         check_output(output, overwrite=overwrite, sources=[checkpoint.path])
         model = packed_model(checkpoint)
         encoder = make(model, checkpoint)

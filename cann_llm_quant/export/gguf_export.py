@@ -105,7 +105,7 @@ def export_gguf(
     asked = {"float_type": float_type, "tokenizer": tokenizer}
     origin = {"layout": "gguf", "source_fingerprint": checkpoint.fingerprint(), **asked}
     with OutputFolder.open(out, run=origin, overwrite=overwrite, sources=[checkpoint.path]) as folder:
-        with disk_errors(folder.result):
+        with disk_errors(folder.result, resumes=False):
             written = _write(plan, checkpoint, folder.result, progress)
         marker = {"tool": "cann-llm-quant", "tool_version": __version__, "source_name": checkpoint.path.name} | origin
         files = checkpoint.companion_files() | {MARKER: (json.dumps(marker, indent=2) + "\n").encode("utf-8")}

@@ -54,6 +54,7 @@ class ExportOptions:
     soc_version: str | None = None
     tokenizer: bool = True
     kv_cache: bool = True
+    allow_pickle: bool = False
     max_shard_bytes: int = 5_000_000_000
     overwrite: bool = False
 
@@ -126,6 +127,7 @@ def export_model(
         lambda model, checkpoint: make(model, checkpoint, options),
         regroup=options.regroup,
         requantize=options.requantize,
+        allow_pickle=options.allow_pickle,
         options={"runtime": options.runtime, "kv_cache": options.kv_cache} if layout == "ascend" else None,
         max_shard_bytes=options.max_shard_bytes,
         overwrite=options.overwrite,
@@ -186,6 +188,7 @@ def _export_float(source: str | Path, output: Path, options: ExportOptions, prog
         source,
         output,
         dtype=None if options.dtype is None else resolve_dtype(options.dtype),
+        allow_pickle=options.allow_pickle,
         max_shard_bytes=options.max_shard_bytes,
         overwrite=options.overwrite,
         progress=progress,
@@ -200,7 +203,7 @@ def _export_float(source: str | Path, output: Path, options: ExportOptions, prog
 
 def _export_file(source: str | Path, output: Path, layout: str, options: ExportOptions, progress: Progress) -> Exported:
     """Layouts with writers of their own."""
-    with open_source(str(source), dtype=None) as checkpoint:
+    with open_source(str(source), allow_pickle=options.allow_pickle, dtype=None) as checkpoint:
         check_output(output, overwrite=options.overwrite, sources=[checkpoint.path])
         model = packed_model(checkpoint)
         holder = _file_holder(layout, options)

@@ -126,7 +126,11 @@ def export_onnx(
     options = _options(way, name)
     origin = {"layout": "onnx", **options, "source_fingerprint": checkpoint.fingerprint()}
     with OutputFolder.open(out, run=origin, overwrite=overwrite, sources=[checkpoint.path]) as folder:
-        with disk_errors(folder.result), one_thread_each(), HashedFile(folder.result / DATA_FILE) as file:
+        with (
+            disk_errors(folder.result, resumes=False),
+            one_thread_each(),
+            HashedFile(folder.result / DATA_FILE) as file,
+        ):
             data = DataFile(file)
             graph = Graph(way.opset, data)
             build_decoder(graph, model, checkpoint, way, kind, progress)

@@ -76,9 +76,11 @@ def open_source(
     return open_checkpoint(str(path), allow_pickle=allow_pickle)
 
 
-def open_packed(model: str | Path, dtype: torch.dtype | None = torch.float32) -> PackedCheckpoint[Any]:
+def open_packed(
+    model: str | Path, dtype: torch.dtype | None = torch.float32, *, allow_pickle: bool = False
+) -> PackedCheckpoint[Any]:
     """A quantized folder, GGUF file or hub id. Raises UnsupportedError for one that is stored in float."""
-    checkpoint = open_source(str(model), dtype=dtype)
+    checkpoint = open_source(str(model), allow_pickle=allow_pickle, dtype=dtype)
     if isinstance(checkpoint, PackedCheckpoint):
         return checkpoint
     checkpoint.close()

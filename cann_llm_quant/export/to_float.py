@@ -32,6 +32,7 @@ def export_to_float(
     output: Path,
     *,
     dtype: torch.dtype | None = None,
+    allow_pickle: bool = False,
     max_shard_bytes: int = 5_000_000_000,
     overwrite: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
@@ -43,7 +44,7 @@ def export_to_float(
     CheckpointError for a source that is damaged.
     """
     check_output(output, overwrite=overwrite, sources=[Path(source)] if Path(source).exists() else [])
-    with open_packed(str(source), dtype) as checkpoint:
+    with open_packed(str(source), dtype, allow_pickle=allow_pickle) as checkpoint:
         arch = arch_from_checkpoint(checkpoint)
         parts = units(checkpoint, arch)
         run = {"export": "float", "source": checkpoint.fingerprint(), "dtype": str(dtype)}

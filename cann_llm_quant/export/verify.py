@@ -77,8 +77,16 @@ class Verification:
         return not self.findings.faults
 
 
-def verify(model: str, against: str | None = None, *, tick: Tick = lambda done, total, what: None) -> Verification:
+def verify(
+    model: str,
+    against: str | None = None,
+    *,
+    allow_pickle: bool = False,
+    tick: Tick = lambda done, total, what: None,
+) -> Verification:
     """Examine a folder, GGUF file or hub id; `against` is the model that it was made from, float or quantized.
+
+    `allow_pickle` lets `against` be read from `.bin` files.
 
     `tick` is told of progress. Raises InputError's kinds only where `model` or `against` cannot be found or `against`
     cannot be opened; everything else is a finding.
@@ -87,7 +95,7 @@ def verify(model: str, against: str | None = None, *, tick: Tick = lambda done, 
     if against is None:
         _examine(result, None, tick)
     else:
-        with open_source(against, dtype=torch.float32) as source:
+        with open_source(against, allow_pickle=allow_pickle, dtype=torch.float32) as source:
             _examine(result, source, tick)
     tick(1, 1, "")
     return result

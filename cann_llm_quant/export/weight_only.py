@@ -98,8 +98,17 @@ def half_precision(name: str, tensor: Float[Tensor, "..."]) -> Float[Tensor, "..
 
 
 def dense(module: str, weight: QuantizedTensor, bias: Tensor | None) -> dict[str, Tensor]:
-    """The stored tensors of a module that is written in float, in the type of its scales."""
-    tensors = {"weight": weight.dequantize(weight.scale.dtype)} | ({} if bias is None else {"bias": bias})
+    """The stored tensors of a module that is written in float, in the type of its scales.
+
+    Raises UnsupportedError for numbers beyond that type.
+    """
+    matrix = weight.dequantize(weight.scale.dtype)
+    if has_infinity(matrix):
+        kind = str(matrix.dtype).removeprefix("torch.")
+        raise UnsupportedError(
+            f"{module} holds numbers beyond {kind}, the type of its scales; export to another layout"
+        )
+    tensors = {"weight": matrix} | ({} if bias is None else {"bias": bias})
     return {f"{module}.{suffix}": tensor for suffix, tensor in tensors.items()}
 
 

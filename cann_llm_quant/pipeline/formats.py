@@ -34,7 +34,7 @@ from cann_llm_quant.recipe import Recipe
 
 FILE_NAME = "formats.json"
 NATIVE = "native"
-_NO_PART_OF_A_RUN = ("max_shard_bytes", "overwrite")
+_NO_PART_OF_A_RUN = ("max_shard_bytes", "overwrite", "allow_pickle")
 # Which field of an export's own file says what it was made from.
 _ORIGINS = {EXPORT_FILE: "source_fingerprint", FLOAT_FILE: "packed_fingerprint"}
 _WEIGHT_SUFFIXES = (".safetensors", ".gguf", ".data")

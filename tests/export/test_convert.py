@@ -1,6 +1,7 @@
 """A model streamed into another layout: the same codes, resumable, refused with what would help."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,11 +11,12 @@ from native_folders import save_native
 from safetensors.torch import load_file, save_file
 from tiny_models import our_logits, save_tiny
 
-from cann_llm_quant.errors import InputError, ResumeError, UnsupportedError
+from cann_llm_quant.errors import CheckpointError, InputError, ResumeError, UnsupportedError
 from cann_llm_quant.export.convert import convert
 from cann_llm_quant.export.layouts import ExportOptions, export_model
 from cann_llm_quant.export.native_encoder import NativeEncoder
 from cann_llm_quant.export.native_reader import open_native
+from cann_llm_quant.export.weight_only import dense
 from cann_llm_quant.quant.regroup import finer, regroup
 from cann_llm_quant.quant.scheme import ActivationScheme, QuantizedTensor, Scheme
 
@@ -177,3 +179,26 @@ def test_of_a_model_in_float_layouts_of_codes_say_what_to_do(tmp_path: Path, lay
         export_model(model, tmp_path / "out", layout, ExportOptions())
     with pytest.raises(UnsupportedError, match="is not quantized"):
         export_model(model, tmp_path / "out", "float", ExportOptions())
+
+
+def test_pickled_weights_are_read_where_that_is_allowed(tmp_path: Path) -> None:
+    """The same file as from safetensors; of a source whose files cannot run code nothing is asked."""
+    model = save_tiny(tmp_path / "m", num_hidden_layers=1)
+    pickled = shutil.copytree(model, tmp_path / "p")
+    (pickled / "model.safetensors").unlink()
+    torch.save(load_file(model / "model.safetensors"), pickled / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="pass --allow-pickle"):
+        export_model(pickled, tmp_path / "out", "gguf", ExportOptions(tokenizer=False))
+    for source in (model, pickled):
+        options = ExportOptions(tokenizer=False, allow_pickle=source == pickled)
+        export_model(source, tmp_path / f"{source.name}-gguf", "gguf", options)
+    first, second = (next((tmp_path / name).glob("*.gguf")) for name in ("m-gguf", "p-gguf"))
+    assert first.stat().st_size == second.stat().st_size
+    assert first.read_bytes()[4096:] == second.read_bytes()[4096:], "all but the model's name"
+
+
+def test_an_embedding_beyond_the_type_of_its_scales_is_no_infinity(tmp_path: Path) -> None:
+    codes = torch.full((8, 32), 7, dtype=torch.int8)
+    weight = QuantizedTensor(codes, torch.full((8, 1), 60000.0, dtype=torch.float16), None, INT4)
+    with pytest.raises(UnsupportedError, match="embed holds numbers beyond float16"):
+        dense("embed", weight, None)
