@@ -24,6 +24,7 @@ from torch import Tensor
 from cann_llm_quant.errors import CheckpointError, UnsupportedError
 from cann_llm_quant.quant.bit_stream import BitStream
 from cann_llm_quant.quant.nibbles import unzip_nibbles, zip_nibbles
+from cann_llm_quant.quant.number_formats import all_finite
 from cann_llm_quant.quant.scheme import MXFP4, QuantizedTensor, Scheme, row_scales
 
 BLOCK = 32
@@ -171,7 +172,7 @@ def _unpack_bits(packed: UInt8[Tensor, "out blocks bytes"]) -> UInt8[Tensor, "ou
 
 
 def _check_finite(module: str, scale: Float[Tensor, "..."]) -> None:
-    if not bool(scale.isfinite().all()):
+    if not all_finite(scale):
         raise CheckpointError(
             f"{module}: a scale is NaN or larger than float16 holds, the type of GGUF's scales; quantize it again"
         )

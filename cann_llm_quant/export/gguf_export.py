@@ -35,6 +35,7 @@ from cann_llm_quant.export.in_order import Job, in_order
 from cann_llm_quant.export.layout import PackedModel
 from cann_llm_quant.models.arch_reader import unclaimed
 from cann_llm_quant.models.config_fields import token_ids
+from cann_llm_quant.quant.number_formats import all_finite
 from cann_llm_quant.quant.scheme import QuantizedTensor
 
 FloatType = Literal["F16", "BF16", "F32"]
@@ -216,7 +217,7 @@ def interleaved(data: Shaped[Tensor, "out *rest"], heads: int) -> Shaped[Tensor,
 
 def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     cast = tensor.to(dtype)
-    if not all(bool(end.isfinite()) for end in torch.aminmax(cast)):  # NaN is either end of what it is among
+    if not all_finite(cast):
         kind = str(dtype).removeprefix("torch.")
         raise CheckpointError(
             f"{name} has numbers that {kind} cannot hold; choose another type for floats, such as F32"

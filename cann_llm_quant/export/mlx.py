@@ -28,9 +28,10 @@ from torch import Tensor
 from cann_llm_quant.errors import UnsupportedError
 from cann_llm_quant.export.layout import PackedModel
 from cann_llm_quant.export.model_config import json_bytes, output_config
-from cann_llm_quant.export.weight_only import has_infinity, most_common, nearest_bits, refusal, zero_fields
+from cann_llm_quant.export.weight_only import most_common, nearest_bits, refusal, zero_fields
 from cann_llm_quant.quant.activations import InputQuantizer
 from cann_llm_quant.quant.bit_stream import as_words
+from cann_llm_quant.quant.number_formats import all_finite
 from cann_llm_quant.quant.scheme import ActivationScheme, QuantizedTensor, Scheme, scheme_for
 
 BITS = (2, 3, 4, 5, 6, 8)
@@ -122,7 +123,7 @@ def encode(module: str, weight: QuantizedTensor, bias: Tensor | None = None) -> 
         raise UnsupportedError(f"{module} has its columns scattered over groups, which MLX cannot say; requantize it")
     scale = weight.scale.contiguous()
     biases = zero_fields(weight).to(torch.float32).mul_(scale.to(torch.float32)).neg_().to(scale.dtype)
-    if has_infinity(biases):
+    if not all_finite(biases):
         raise UnsupportedError(
             f"{module}: the product of a zero point and its scale, which MLX stores as {str(scale.dtype)[6:]}, is "
             f"beyond that under scales of up to {float(scale.abs().amax()):g}; export to another layout"

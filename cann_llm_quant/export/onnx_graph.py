@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cann_llm_quant.checkpoint.hashed_file import HashedFile
 from cann_llm_quant.errors import CheckpointError
+from cann_llm_quant.quant.number_formats import all_finite
 
 DATA_FILE = "model.onnx.data"
 # Pages can be mapped where they begin at a multiple of their size.
@@ -100,12 +101,6 @@ class DataFile:
 def as_bytes(tensor: Tensor) -> Tensor:
     """The memory of a tensor, row by row, as a uint8 vector."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-def _is_finite(values: Tensor) -> bool:
-    """Whether no number is NaN or infinite; NaN spreads to both extremes."""
-    low, high = torch.aminmax(values)
-    return bool(low.isfinite() & high.isfinite())
 
 
 class Graph:
@@ -213,7 +208,7 @@ class Graph:
             return
         for part in torch.split(tensor.reshape(-1), BLOCK_ELEMENTS):
             rounded = part.to(dtype)
-            if dtype.is_floating_point and rounded.numel() and not _is_finite(rounded):
+            if dtype.is_floating_point and not all_finite(rounded):
                 raise CheckpointError(
                     f"{name} holds numbers beyond {str(dtype).removeprefix('torch.')} (or NaN); export with fp32"
                 )

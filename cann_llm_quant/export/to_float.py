@@ -21,8 +21,8 @@ from cann_llm_quant.export.native_reader import NativeReader
 from cann_llm_quant.export.packed import open_packed
 from cann_llm_quant.export.packed_checkpoint import PackedCheckpoint
 from cann_llm_quant.export.packed_model import storage_dtype, units
-from cann_llm_quant.export.weight_only import has_infinity
 from cann_llm_quant.models import arch_from_checkpoint
+from cann_llm_quant.quant.number_formats import all_finite
 
 FILE_NAME = "float_export.json"
 
@@ -90,7 +90,7 @@ def _load(checkpoint: PackedCheckpoint[Any], name: str, dtype: torch.dtype | Non
     tensor = checkpoint.load(name)
     cast = tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
     made = cast is not tensor or name.removesuffix(".weight") in checkpoint.modules
-    if cast.dtype == torch.float16 and made and has_infinity(cast) and (cast is tensor or not has_infinity(tensor)):
+    if cast.dtype == torch.float16 and made and not all_finite(cast) and (cast is tensor or all_finite(tensor)):
         raise UnsupportedError(f"{name} holds numbers beyond float16; export with --dtype bf16 or fp32")
     return cast
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from cann_llm_quant.checkpoint.base import Checkpoint
 from cann_llm_quant.errors import CheckpointError, UnsupportedError
 from cann_llm_quant.export.layout import PackedModel
+from cann_llm_quant.quant.number_formats import all_finite
 from cann_llm_quant.quant.ranges import SCALE_DTYPES
 from cann_llm_quant.quant.scheme import ActivationScheme, QuantizedTensor, Scheme
 
@@ -103,7 +104,7 @@ def dense(module: str, weight: QuantizedTensor, bias: Tensor | None) -> dict[str
     Raises UnsupportedError for numbers beyond that type.
     """
     matrix = weight.dequantize(weight.scale.dtype)
-    if has_infinity(matrix):
+    if not all_finite(matrix):
         kind = str(matrix.dtype).removeprefix("torch.")
         raise UnsupportedError(
             f"{module} holds numbers beyond {kind}, the type of its scales; export to another layout"
@@ -143,14 +144,8 @@ def stored_matrix(checkpoint: Checkpoint, name: str, dtype: torch.dtype | None) 
     return info.shape[0], info.shape[1]
 
 
-def has_infinity(tensor: Float[Tensor, "..."]) -> bool:
-    """Whether a number is infinite or NaN, of a type whose extremes torch can tell."""
-    # NaN is either end of what it is among; looking at every number takes fifteen times as long
-    return bool(tensor.numel()) and not all(bool(end.isfinite()) for end in torch.aminmax(tensor))
-
-
 def finite(name: str, tensor: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     """The tensor. Raises CheckpointError where it holds NaN or infinity."""
-    if has_infinity(tensor):
+    if not all_finite(tensor):
         raise CheckpointError(f"{name} holds NaN or infinity; the file is damaged")
     return tensor

@@ -58,6 +58,14 @@ def to_codes(values: Float[Tensor, "..."], dtype: str) -> Shaped[Tensor, "..."]:
     return position.add_(torch.signbit(values), alpha=8).to(torch.int8)
 
 
+def all_finite(values: Float[Tensor, "..."]) -> bool:
+    """Whether no number is NaN or infinite, of a type whose extremes torch can tell.
+
+    NaN is either end of what it is among; looking at every number takes fifteen times as long.
+    """
+    return not values.numel() or all(bool(end.isfinite()) for end in torch.aminmax(values))
+
+
 def to_values(codes: Shaped[Tensor, "..."], dtype: str) -> Float[Tensor, "..."]:
     """What codes stand for, in float32; exact."""
     if dtype in INT_BITS:
