@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 from cann_llm_quant.checkpoint.journal import encode_json, remove, sync_folder, write_file
 from cann_llm_quant.checkpoint.merge import Plan
-from cann_llm_quant.checkpoint.output_place import done_path, read_identity, refuse_existing
+from cann_llm_quant.checkpoint.output_place import done_path, partial_path, read_identity, refuse_existing
 from cann_llm_quant.errors import ResumeError, UsageError
 from cann_llm_quant.shown import shown_name
 
@@ -38,6 +38,14 @@ def _lock(path: Path) -> BinaryIO:
         folder = path.parent
         raise UsageError(f"{folder} is being written by another process: wait for it or choose another -o") from None
     return handle
+
+
+def retire(out: Path, lock: BinaryIO) -> None:
+    """End OUT.partial: renamed first, so that a kill while it is deleted leaves nothing to go on with."""
+    done = done_path(out)
+    os.replace(partial_path(out), done)
+    sync_folder(out.parent)
+    discard(done, lock)
 
 
 def discard(done: Path, lock: BinaryIO | None) -> None:

@@ -15,12 +15,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
-from cann_llm_quant.checkpoint.claim import clear_leftover, discard, lock_folder, settle
+from cann_llm_quant.checkpoint.claim import clear_leftover, lock_folder, retire, settle
 from cann_llm_quant.checkpoint.journal import disk_errors, encode_json, remove, sync_folder, write_file
 from cann_llm_quant.checkpoint.output_place import (
     check_output,
     check_replaceable,
-    done_path,
     partial_path,
     place_errors,
 )
@@ -71,9 +70,7 @@ class OutputFolder:
         if not self._partial.exists() or (self._partial / "replaced").exists():
             return
         with disk_errors(self._partial, resumes=False):
-            os.replace(self._partial, done_path(self._out))
-            sync_folder(self._out.parent)
-            discard(done_path(self._out), self._lock)
+            retire(self._out, self._lock)
 
     def publish(self, files: Mapping[str, bytes]) -> Path:
         """Add small `files` by relative name and make OUT of `result`; returns OUT."""
@@ -86,9 +83,7 @@ class OutputFolder:
             self._make_way()
             os.replace(self.result, self._out)
             sync_folder(self._out.parent)
-            os.replace(self._partial, done_path(self._out))
-            sync_folder(self._out.parent)
-            discard(done_path(self._out), self._lock)
+            retire(self._out, self._lock)
         return self._out
 
     def _make_way(self) -> None:

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from cann_llm_quant.checkpoint.claim import clear_leftover, discard, lock_folder, settle
+from cann_llm_quant.checkpoint.claim import clear_leftover, lock_folder, retire, settle
 from cann_llm_quant.checkpoint.journal import (
     Entry,
     append_entry,
@@ -42,7 +42,6 @@ from cann_llm_quant.checkpoint.merge import Plan, check_shards, index_json, plan
 from cann_llm_quant.checkpoint.output_place import (
     check_output,
     check_replaceable,
-    done_path,
     partial_path,
     place_errors,
 )
@@ -134,7 +133,7 @@ class CheckpointWriter:
     def abandon(self) -> None:
         """Delete what was written, of a run that turned out to have no end: OUT.partial would only be in the way."""
         with disk_errors(self._partial):
-            self._retire()
+            retire(self._out, self._lock)
 
     @property
     def completed(self) -> dict[str, dict[str, Any]]:
@@ -236,7 +235,7 @@ class CheckpointWriter:
                 _write_companions(companions, plan, self._result)
                 check_shards(plan, self._result)
                 self._publish()
-            self._retire()
+            retire(self._out, self._lock)
         names = tuple(shard.name for shard in plan.shards)
         return WrittenCheckpoint(self._out, names, plan.total_size, len(plan.weight_map))
 
@@ -293,12 +292,6 @@ class CheckpointWriter:
             os.replace(self._out, self._partial / "replaced")
         os.replace(self._result, self._out)
         sync_folder(self._out.parent)
-
-    def _retire(self) -> None:
-        done = done_path(self._out)
-        os.replace(self._partial, done)
-        sync_folder(self._out.parent)
-        discard(done, self._lock)
 
 
 def _unit_file(index: int) -> str:
