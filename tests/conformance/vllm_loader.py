@@ -13,8 +13,12 @@ import sys
 from pathlib import Path
 
 # vLLM reads these as it is imported; it would send statistics of its use.
-os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-os.environ["VLLM_NO_USAGE_STATS"] = "1"
+os.environ |= {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
 
 import torch
 from safetensors.torch import load_file, save_file
